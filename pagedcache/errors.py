@@ -1,0 +1,217 @@
+"""Every error the library raises: typed, picklable, with its numbers as attributes.
+
+All derive from :class:`PagedCacheError`. Where Python users expect a built-in
+(``ValueError``, ``KeyError``, ``IndexError``, ``MemoryError``, ``RuntimeError``) an error is
+that too, so ``except ValueError`` keeps working. The message says what was expected, what
+came, and what to do; the state of the object is unchanged after the error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class PagedCacheError(Exception):
+    """Base of all errors of this library.
+
+    Subclasses keep their constructor arguments, so that an error survives pickling (process
+    pools, RPC) with its attributes.
+    """
+
+    _init_args: tuple[Any, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), self._init_args)
+
+
+class InvalidArgumentError(PagedCacheError, ValueError):
+    """An argument has a value that no call accepts (negative count, token outside uint32, …)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self._init_args = (message,)
+
+
+class OutOfBlocksError(PagedCacheError, MemoryError):
+    """Not enough free blocks; nothing has changed.
+
+    ``needed``: blocks to take beyond prefix hits. ``available``: free and cached-free blocks
+    less this request's own hits. ``total``: blocks in the pool. ``fits_never`` is true when
+    the request is larger than the whole pool, so that waiting cannot help.
+    """
+
+    def __init__(self, needed: int, available: int, total: int) -> None:
+        self.needed, self.available, self.total = int(needed), int(available), int(total)
+        self.fits_never = self.needed > self.total
+        cure = (
+            "it can never fit this pool: shorten the request or make the pool larger"
+            if self.fits_never
+            else "free or truncate sequences and try again"
+        )
+        super().__init__(
+            f"out of blocks: needed {self.needed}, available {self.available} "
+            f"of {self.total}; {cure}"
+        )
+        self._init_args = (needed, available, total)
+
+
+class StorageMemoryError(PagedCacheError, MemoryError):
+    """Memory for storage or bookkeeping could not be had; nothing was taken."""
+
+    def __init__(self, nbytes: int, what: str) -> None:
+        self.nbytes, self.what = int(nbytes), what
+        super().__init__(
+            f"could not allocate {self.nbytes:,} bytes for {what}; "
+            "use fewer or smaller blocks, or free memory"
+        )
+        self._init_args = (nbytes, what)
+
+
+class BlockError(PagedCacheError, ValueError):
+    """A block id is out of range, not allocated, or freed twice; nothing has changed."""
+
+    def __init__(self, block_id: int, reason: str) -> None:
+        self.block_id, self.reason = int(block_id), reason
+        super().__init__(f"block {self.block_id}: {reason}")
+        self._init_args = (block_id, reason)
+
+
+class SlotError(PagedCacheError, ValueError):
+    """A slot of a slot mapping must not be written (range, duplicate, shared, cached, stale)."""
+
+    def __init__(self, slot: int, reason: str) -> None:
+        self.slot, self.reason = int(slot), reason
+        super().__init__(f"slot {self.slot}: {reason}")
+        self._init_args = (slot, reason)
+
+
+class StaleMappingError(PagedCacheError, ValueError):
+    """A slot mapping was made before its blocks moved, were freed, shared or cached."""
+
+    def __init__(self, made: int, now: int, reason: str) -> None:
+        self.made, self.now, self.reason = int(made), int(now), reason
+        super().__init__(
+            f"slot mapping of layout epoch {self.made} is stale at epoch {self.now}: {reason}; "
+            "call prepare() again"
+        )
+        self._init_args = (made, now, reason)
+
+
+class PendingCopyError(PagedCacheError, RuntimeError):
+    """A block still waits for a block copy that the engine has taken or must take."""
+
+    def __init__(self, block_id: int, operation: str) -> None:
+        self.block_id, self.operation = int(block_id), operation
+        super().__init__(
+            f"{operation}: block {self.block_id} is an end of an unfinished block copy; run the "
+            "copies of take_block_copies() and call copies_done(ticket) first"
+        )
+        self._init_args = (block_id, operation)
+
+
+class SequenceNotFoundError(PagedCacheError, KeyError):
+    """No live sequence has this id."""
+
+    def __init__(self, seq_id: Any) -> None:
+        self.seq_id = seq_id
+        super().__init__(f"no live sequence has id {seq_id!r}; ids are never reused")
+        self._init_args = (seq_id,)
+
+    def __str__(self) -> str:  # KeyError would show repr(message)
+        return str(self.args[0])
+
+
+class FreedHandleError(PagedCacheError, RuntimeError):
+    """A handle is used after free() or close()."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(f"{what} was freed or closed and cannot be used any more; open a new one")
+        self._init_args = (what,)
+
+
+class ForkedProcessError(PagedCacheError, RuntimeError):
+    """A cache is used from a process forked after it was made."""
+
+    def __init__(self, what: str = "this cache") -> None:
+        self.what = what
+        super().__init__(
+            f"{what} was made before this process was forked; its locks and blocks belong to the "
+            "parent. Make a new cache in the child"
+        )
+        self._init_args = (what,)
+
+
+class InvalidPositionError(PagedCacheError, IndexError):
+    """A token position or count lies outside a sequence."""
+
+    def __init__(self, position: int, length: int, reason: str = "") -> None:
+        self.position, self.length, self.reason = int(position), int(length), reason
+        text = f"position {self.position} is outside 0…{self.length}"
+        super().__init__(f"{text}: {reason}" if reason else text)
+        self._init_args = (position, length, reason)
+
+
+class SequenceTooLongError(PagedCacheError, ValueError):
+    """A sequence would pass ``max_seq_len``; nothing was written."""
+
+    def __init__(self, needed: int, max_seq_len: int) -> None:
+        self.needed, self.max_seq_len = int(needed), int(max_seq_len)
+        super().__init__(
+            f"{self.needed} tokens needed, max_seq_len is {self.max_seq_len}; "
+            "raise max_seq_len in CacheSpec or truncate the sequence"
+        )
+        self._init_args = (needed, max_seq_len)
+
+
+class CorruptionError(PagedCacheError, RuntimeError):
+    """``check()`` found bookkeeping that disagrees with itself."""
+
+    def __init__(self, detail: str, block_id: int = -1) -> None:
+        self.detail, self.block_id = detail, int(block_id)
+        where = f"block {self.block_id}: " if self.block_id >= 0 else ""
+        super().__init__(f"corruption: {where}{detail}; please report this")
+        self._init_args = (detail, block_id)
+
+
+class _ExpectedGotError(PagedCacheError):
+    """Shared form of errors that compare what was expected with what came."""
+
+    def __init__(self, expected: Any, got: Any, what: str = "") -> None:
+        self.expected, self.got, self.what = expected, got, what
+        prefix = f"{what}: " if what else ""
+        super().__init__(f"{prefix}expected {expected}, got {got}")
+        self._init_args = (expected, got, what)
+
+
+class ShapeError(_ExpectedGotError, ValueError):
+    """An array has the wrong rank or shape."""
+
+
+class FormatError(_ExpectedGotError, ValueError, TypeError):
+    """A dtype or storage format is unknown, or not usable here."""
+
+
+class DeviceError(_ExpectedGotError, RuntimeError):
+    """An array or a layer is on another device than the call needs."""
+
+
+class NonFiniteError(PagedCacheError, ValueError):
+    """NaN or Inf was given to a quantised format under ``on_nonfinite="raise"``."""
+
+    def __init__(self, what: str, index: int, value: float) -> None:
+        self.what, self.index, self.value = what, int(index), float(value)
+        super().__init__(
+            f"{what}: value {self.value} at flat index {self.index} is not finite; clean the input "
+            'or pass on_nonfinite="saturate"'
+        )
+        self._init_args = (what, index, value)
+
+
+class CudaUnavailableError(PagedCacheError, RuntimeError):
+    """CUDA was asked for and cannot be used; ``reason`` says what is missing and the cure."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"CUDA is not available: {reason}")
+        self._init_args = (reason,)
