@@ -142,6 +142,18 @@ class ForkedProcessError(PagedCacheError, RuntimeError):
         self._init_args = (what,)
 
 
+class CopyRefusedError(PagedCacheError, TypeError):
+    """A cache, a handle or a view cannot be copied or pickled."""
+
+    def __init__(self, what: str, action: str) -> None:
+        self.what, self.action = what, action
+        super().__init__(
+            f"{what} cannot be {action}: it owns references into its cache. Use fork() for a "
+            "second sequence, gather() for the values"
+        )
+        self._init_args = (what, action)
+
+
 class InvalidPositionError(PagedCacheError, IndexError):
     """A token position or count lies outside a sequence."""
 
