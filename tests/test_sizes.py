@@ -39,7 +39,8 @@ def test_parse_size_gives_bytes(size: int | str, nbytes: int) -> None:  # SPEC F
 
 @pytest.mark.parametrize(
     "size",
-    [-1, -(10**5000), 2**63, 10**5000, True, 2.0, float("nan"), None, b"1GiB", [1], np.float32(1)],
+    [-1, pytest.param(-(10**5000), id="-10^5000"), 2**63, pytest.param(10**5000, id="10^5000")]
+    + [True, 2.0, float("nan"), None, b"1GiB", [1], np.float32(1)],
 )
 def test_parse_size_refuses_other_values(size: object) -> None:  # SPEC 7
     with pytest.raises(InvalidArgumentError) as caught:
@@ -51,8 +52,8 @@ def test_parse_size_refuses_other_values(size: object) -> None:  # SPEC 7
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "-1", "+1", "1e3", "GiB", "1 Gi B", "1GiBx", "1,5GB", "1.", "0x10", "8EiB", "9" * 5000]
-    + ["١GiB", "1KM", "nan", "inf", "1 bit"],
+    ["", " ", "-1", "+1", "1e3", "GiB", "1 Gi B", "1GiBx", "1,5GB", "1.", "0x10", "8EiB"]
+    + ["9" * 100, pytest.param("9" * 5000, id="9*5000"), "١GiB", "1KM", "nan", "inf", "1 bit"],
 )
 def test_parse_size_refuses_other_texts(text: str) -> None:  # SPEC 7
     with pytest.raises(InvalidArgumentError):
