@@ -1,0 +1,64 @@
+"""Plain numbers and small values at the public door: checked once, refused with a typed error.
+
+Compiled code below this door takes 64-bit integers; a bool, a float, a string or an integer
+that does not fit is refused here with the argument's name, so that no ``OverflowError`` or
+``TypeError`` of the compiled layer reaches the user.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from pagedcache.errors import InvalidArgumentError
+
+#: Counts above this cannot be blocks or tokens of any machine, and would overflow when added up.
+COUNT_LIMIT = 2**48
+
+
+def as_integer(value: Any, name: str) -> int:
+    """``value`` as a Python int of any sign.
+
+    Accepts int, NumPy integers and whatever has ``__index__``; bools and everything else are
+    refused with :class:`InvalidArgumentError`.
+    """
+    if type(value) is int:
+        return value
+    if not isinstance(value, bool):  # a NumPy bool has no __index__
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise InvalidArgumentError(f"{name} must be an integer, got {_short(value)}")
+
+
+def as_count(value: Any, name: str, *, least: int = 0, most: int = COUNT_LIMIT) -> int:
+    """``value`` as an int in ``least … most``; :class:`InvalidArgumentError` otherwise."""
+    number = as_integer(value, name)
+    if not least <= number <= most:
+        raise InvalidArgumentError(f"{name} must be {least}…{most}, got {_short(number)}")
+    return number
+
+
+def as_position(value: Any, name: str) -> int:
+    """``value`` as an int that fits 64 bits, for calls whose callee knows the valid range.
+
+    Values that no sequence can hold are cut to a number that is out of every range, so that the
+    callee's own error (with the sequence's length in it) is raised.
+    """
+    return max(-COUNT_LIMIT, min(as_integer(value, name), COUNT_LIMIT))
+
+
+def as_layer(layer: Any, num_layers: int) -> int:
+    """``layer`` as an int in ``0 … num_layers - 1``; :class:`InvalidArgumentError` otherwise."""
+    if type(layer) is int and 0 <= layer < num_layers:
+        return layer
+    return as_count(layer, "layer", most=num_layers - 1)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"  # its repr may be refused by Python
+    text = repr(value)
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    return f"{shown} ({type(value).__name__})"
