@@ -1,0 +1,73 @@
+/* Where a row lies in a slab: the one function from (block, head, offset) to byte addresses.
+ *
+ * A block of one layer and one kind (K or V) is a sequence of planes. A plane is a contiguous run
+ * of rows: in HND the block_size rows of one head, in NHD all block_size * num_heads rows of the
+ * block. Planar formats store a plane as
+ *
+ *     quants of all rows | padding to 16 | scales of all rows | padding to 16
+ *
+ * and all others as its rows back to back. 64-bit throughout: slabs pass 2 GiB.
+ */
+#ifndef PAGEDCACHE_GEOMETRY_H
+#define PAGEDCACHE_GEOMETRY_H
+
+#include "formats.h"
+
+enum pc_layout { PC_HND = 0, PC_NHD = 1 };
+
+#define PC_PLANE_ALIGNMENT 16
+
+typedef struct {
+    int code, layout;
+    int64_t num_heads, block_size, head_dim;
+    int64_t row_data_nbytes, row_scale_nbytes;
+    int64_t plane_rows, plane_nbytes;
+    int64_t scale_offset; /* of the first scale in a plane */
+    int64_t block_nbytes;
+} pc_geometry;
+
+/* Byte offsets from the start of the slab; scales == data for formats that are not planar. */
+typedef struct {
+    int64_t data, scales;
+} pc_address;
+
+PC_INLINE int64_t pc_align_up(int64_t nbytes, int64_t alignment) {
+    return (nbytes + alignment - 1) / alignment * alignment;
+}
+
+/* The sizes must be positive and the block must fit 63 bits: the caller has checked. */
+PC_INLINE void pc_geometry_init(pc_geometry *g, int code, int layout, int64_t num_heads,
+                                int64_t block_size, int64_t head_dim) {
+    const int planar = pc_format_of(code).packing == PC_PACK_PLANAR;
+    const int64_t alignment = planar ? PC_PLANE_ALIGNMENT : 1;
+    g->code = code;
+    g->layout = layout;
+    g->num_heads = num_heads;
+    g->block_size = block_size;
+    g->head_dim = head_dim;
+    g->row_data_nbytes = pc_row_data_nbytes(code, head_dim);
+    g->row_scale_nbytes = pc_row_scale_nbytes(code, head_dim);
+    g->plane_rows = layout == PC_HND ? block_size : block_size * num_heads;
+    g->scale_offset = pc_align_up(g->plane_rows * g->row_data_nbytes, alignment);
+    g->plane_nbytes =
+        pc_align_up(g->scale_offset + g->plane_rows * g->row_scale_nbytes, alignment);
+    g->block_nbytes = g->plane_nbytes * (layout == PC_HND ? num_heads : 1);
+}
+
+/* Address of the row of `head` at token `offset` of block `block`, blocks being
+ * block_stride_nbytes apart (block_nbytes in a slab of our own). Arguments are not checked. */
+PC_INLINE pc_address pc_row_address(const pc_geometry *g, int64_t block_stride_nbytes,
+                                    int64_t block, int64_t head, int64_t offset) {
+    const int hnd = g->layout == PC_HND;
+    const int64_t plane = block * block_stride_nbytes + (hnd ? head * g->plane_nbytes : 0);
+    const int64_t row = hnd ? offset : offset * g->num_heads + head;
+    pc_address address;
+    address.data = plane + row * g->row_data_nbytes;
+    address.scales = address.data;
+    if (g->row_scale_nbytes) {
+        address.scales = plane + g->scale_offset + row * g->row_scale_nbytes;
+    }
+    return address;
+}
+
+#endif

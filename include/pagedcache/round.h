@@ -1,0 +1,92 @@
+/* Rounding of single values: float32 to float16 and bfloat16 bits and back, and to integers.
+ *
+ * Integer arithmetic only where bits are converted, so that flush-to-zero modes which other
+ * libraries switch on can't change a result.
+ */
+#ifndef PAGEDCACHE_ROUND_H
+#define PAGEDCACHE_ROUND_H
+
+#include "config.h"
+
+PC_INLINE uint32_t pc_float_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+PC_INLINE float pc_bits_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Round to nearest even; overflow gives Inf, subnormals are exact, and a NaN keeps its sign and
+ * the top 10 bits of its payload (1 if those are zero, so that it stays a NaN). */
+PC_INLINE uint16_t pc_float_to_half(float value) {
+    const uint32_t bits = pc_float_bits(value);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7FFFFFFFu;
+    uint32_t half;
+    if (magnitude >= 0x47800000u) { /* 65536 and up, Inf, NaN */
+        const uint32_t payload = (magnitude >> 13) & 0x3FFu;
+        half = magnitude <= 0x7F800000u ? 0x7C00u : 0x7C00u | (payload ? payload : 1u);
+    } else if (magnitude >= 0x38800000u) { /* normal: a carry may run up to Inf, rightly */
+        half = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+    } else if (magnitude > 0x33000000u) { /* subnormal: units of 2^-24 */
+        const uint32_t shift = 126u - (magnitude >> 23);
+        const uint32_t mantissa = (magnitude & 0x7FFFFFu) | 0x800000u;
+        const uint32_t below = (1u << (shift - 1u)) - 1u;
+        half = (mantissa + below + ((mantissa >> shift) & 1u)) >> shift;
+    } else { /* up to 2^-25, which is a tie and goes to even */
+        half = 0u;
+    }
+    return (uint16_t)(sign | half);
+}
+
+PC_INLINE float pc_half_to_float(uint16_t half) {
+    const uint32_t sign = ((uint32_t)half & 0x8000u) << 16;
+    const uint32_t exponent = ((uint32_t)half >> 10) & 0x1Fu;
+    const uint32_t mantissa = (uint32_t)half & 0x3FFu;
+    uint32_t magnitude;
+    if (exponent == 0x1Fu) {
+        magnitude = 0x7F800000u | (mantissa << 13);
+    } else if (exponent != 0u) {
+        magnitude = ((exponent + 112u) << 23) | (mantissa << 13);
+    } else { /* subnormal or zero: mantissa * 2^-24 is exact and normal in float32 */
+        magnitude = pc_float_bits((float)mantissa * 5.9604644775390625e-8f);
+    }
+    return pc_bits_float(sign | magnitude);
+}
+
+/* Round to nearest even, subnormals kept; every NaN becomes the quiet NaN of its sign (adding
+ * and shifting alone would turn some NaNs into Inf or -0). */
+PC_INLINE uint16_t pc_float_to_bfloat(float value) {
+    const uint32_t bits = pc_float_bits(value);
+    const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    const uint32_t nan = ((bits >> 16) & 0x8000u) | 0x7FC0u;
+    return (uint16_t)((bits & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded);
+}
+
+PC_INLINE float pc_bfloat_to_float(uint16_t bfloat) {
+    return pc_bits_float((uint32_t)bfloat << 16);
+}
+
+/* A finite value clamped to low..high, then rounded with halves away from zero. The limits are
+ * integers of small size, so clamping first changes nothing and keeps the conversion defined.
+ * The fraction is exact in float32; adding 0.5 and cutting would not be (0.49999997 + 0.5). */
+PC_INLINE int32_t pc_round_clamp(float value, float low, float high) {
+    const float above = value > low ? value : low;
+    const float clamped = above < high ? above : high;
+    const int32_t whole = (int32_t)clamped;
+    const float fraction = clamped - (float)whole;
+    return whole + (int32_t)(fraction >= 0.5f) - (int32_t)(fraction <= -0.5f);
+}
+
+/* value + bias clamped to 0..15, cut to an integer: ggml's way to a nibble. */
+PC_INLINE uint32_t pc_trunc_nibble(float value, float bias) {
+    const float sum = value + bias;
+    const float above = sum > 0.0f ? sum : 0.0f;
+    return (uint32_t)(int32_t)(above < 15.0f ? above : 15.0f);
+}
+
+#endif
