@@ -32,7 +32,7 @@ def _choose_package() -> None:
     before = list(sys.path)
     sys.path[:] = _without_root(before)
     importlib.invalidate_caches()
-    inherited = _without_root(os.environ.get("PYTHONPATH", str(ROOT)).split(os.pathsep))
+    inherited = _without_root(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if importlib.util.find_spec("pagedcache") is None:
         sys.path[:] = before if len(before) > len(sys.path) else [*before, str(ROOT)]
         inherited.insert(0, str(ROOT))

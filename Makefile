@@ -1,0 +1,41 @@
+# One command per job; CI (.ci/run) runs the same stages.
+PYTHON ?= python
+CI = CI_WORK=build/ci bash .ci/run
+
+.PHONY: build test test-short test-deep lint asan wheel ci selftest bench clean
+
+build:  ## compile in place, install editable, with the tools of the extra "dev"
+	$(PYTHON) -m pip install -e '.[dev]'
+
+test:  ## the full profile
+	$(PYTHON) -m pytest
+
+test-short:  ## every test, the long ones cut short
+	PAGEDCACHE_TEST_PROFILE=short $(PYTHON) -m pytest
+
+test-deep:  ## the random tests twenty times longer
+	PAGEDCACHE_TEST_PROFILE=deep $(PYTHON) -m pytest
+
+lint:  ## ruff, cython-lint, clang-format, strict headers, mypy --strict
+	$(CI) lint
+
+asan:  ## the short profile under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(CI) asan
+
+wheel:  ## sdist, wheel from the sdist, audits, the short profile against the installed wheel
+	$(CI) wheel
+	mkdir -p dist && cp build/ci/dist/*.tar.gz build/ci/wheelhouse/*.whl dist/
+
+ci:  ## everything
+	bash .ci/run
+
+selftest:  ## the library judges itself on this machine
+	$(PYTHON) -m pagedcache selftest
+
+bench:  ## convert, quantize, store, gather, pool, prefix
+	$(PYTHON) -m pagedcache bench -o md
+
+clean:
+	rm -rf build dist wheelhouse *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find pagedcache -name '*.so' -delete -o -name '*.c' -delete -o -name '*.html' -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
