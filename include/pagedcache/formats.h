@@ -33,23 +33,23 @@ enum pc_policy { PC_NONFINITE_RAISE = 0, PC_NONFINITE_SATURATE = 1 };
  * open format: the code in which a block that is still being filled is kept, for formats that
  * need a full block before they can quantise; none does yet. The first three codes are also the
  * codes of source and destination dtypes. */
-#define PC_FORMATS(X)                                                                       \
-    X(0, float32, 1, 4, 0, PC_AXIS_ROW, PC_PACK_DENSE, PC_NO_OPEN_FORMAT,                   \
-      pc_encode_float32, pc_decode_float32)                                                 \
-    X(1, float16, 1, 2, 0, PC_AXIS_ROW, PC_PACK_DENSE, PC_NO_OPEN_FORMAT,                   \
-      pc_encode_float16, pc_decode_float16)                                                 \
-    X(2, bfloat16, 1, 2, 0, PC_AXIS_ROW, PC_PACK_DENSE, PC_NO_OPEN_FORMAT,                  \
-      pc_encode_bfloat16, pc_decode_bfloat16)                                               \
-    X(3, q8, 32, 32, 4, PC_AXIS_ROW, PC_PACK_PLANAR, PC_NO_OPEN_FORMAT, pc_encode_q8,       \
-      pc_decode_q8)                                                                         \
-    X(4, q4, 32, 16, 4, PC_AXIS_ROW, PC_PACK_PLANAR, PC_NO_OPEN_FORMAT, pc_encode_q4,       \
-      pc_decode_q4)                                                                         \
-    X(5, q8_0, 32, 32, 2, PC_AXIS_ROW, PC_PACK_INTERLEAVED, PC_NO_OPEN_FORMAT,              \
-      pc_encode_q8_0, pc_decode_q8_0)                                                       \
-    X(6, q4_0, 32, 16, 2, PC_AXIS_ROW, PC_PACK_INTERLEAVED, PC_NO_OPEN_FORMAT,              \
-      pc_encode_q4_0, pc_decode_q4_0)                                                       \
-    X(7, q4_1, 32, 16, 4, PC_AXIS_ROW, PC_PACK_INTERLEAVED, PC_NO_OPEN_FORMAT,              \
-      pc_encode_q4_1, pc_decode_q4_1)
+#define PC_FORMATS(X)                                                                          \
+    X(0, float32, 1, 4, 0, PC_AXIS_ROW, PC_PACK_DENSE, PC_NO_OPEN_FORMAT, pc_encode_float32,   \
+      pc_decode_float32)                                                                       \
+    X(1, float16, 1, 2, 0, PC_AXIS_ROW, PC_PACK_DENSE, PC_NO_OPEN_FORMAT, pc_encode_float16,   \
+      pc_decode_float16)                                                                       \
+    X(2, bfloat16, 1, 2, 0, PC_AXIS_ROW, PC_PACK_DENSE, PC_NO_OPEN_FORMAT, pc_encode_bfloat16, \
+      pc_decode_bfloat16)                                                                      \
+    X(3, q8, 32, 32, 4, PC_AXIS_ROW, PC_PACK_PLANAR, PC_NO_OPEN_FORMAT, pc_encode_q8,          \
+      pc_decode_q8)                                                                            \
+    X(4, q4, 32, 16, 4, PC_AXIS_ROW, PC_PACK_PLANAR, PC_NO_OPEN_FORMAT, pc_encode_q4,          \
+      pc_decode_q4)                                                                            \
+    X(5, q8_0, 32, 32, 2, PC_AXIS_ROW, PC_PACK_INTERLEAVED, PC_NO_OPEN_FORMAT, pc_encode_q8_0, \
+      pc_decode_q8_0)                                                                          \
+    X(6, q4_0, 32, 16, 2, PC_AXIS_ROW, PC_PACK_INTERLEAVED, PC_NO_OPEN_FORMAT, pc_encode_q4_0, \
+      pc_decode_q4_0)                                                                          \
+    X(7, q4_1, 32, 16, 4, PC_AXIS_ROW, PC_PACK_INTERLEAVED, PC_NO_OPEN_FORMAT, pc_encode_q4_1, \
+      pc_decode_q4_1)
 
 #define PC_FORMAT_CODE(code, name, ...) PC_FORMAT_##name = code,
 enum pc_format_code { PC_FORMATS(PC_FORMAT_CODE) PC_NUM_FORMATS };
@@ -74,8 +74,7 @@ PC_INLINE pc_format pc_format_of(int code) {
         break;
         PC_FORMATS(PC_FORMAT_ROW)
 #undef PC_FORMAT_ROW
-    default:
-        break;
+    default: break;
     }
     return row;
 }
@@ -177,15 +176,14 @@ PC_FORCE_INLINE void pc_decode_groups(const pc_format f, pc_decode_group decode,
 PC_INLINE int pc_encode_row(int code, const float *PC_RESTRICT src, int64_t num_values,
                             uint8_t *PC_RESTRICT data, uint8_t *PC_RESTRICT scales, int policy) {
     switch (code) {
-#define PC_ENCODE_CASE(code, name, group, quant, scale, axis, pack, open, encode, decode)       \
-    case code: {                                                                                \
-        const pc_format row = {group, quant, scale, axis, pack, open};                          \
-        return pc_encode_groups(row, encode, src, num_values, data, scales, policy);            \
+#define PC_ENCODE_CASE(code, name, group, quant, scale, axis, pack, open, encode, decode) \
+    case code: {                                                                          \
+        const pc_format row = {group, quant, scale, axis, pack, open};                    \
+        return pc_encode_groups(row, encode, src, num_values, data, scales, policy);      \
     }
         PC_FORMATS(PC_ENCODE_CASE)
 #undef PC_ENCODE_CASE
-    default:
-        return PC_E_FORMAT;
+    default: return PC_E_FORMAT;
     }
 }
 
@@ -203,9 +201,7 @@ PC_INLINE void pc_decode_row(int code, const uint8_t *PC_RESTRICT data,
     }
         PC_FORMATS(PC_DECODE_CASE)
 #undef PC_DECODE_CASE
-    default:
-        memset(dst, 0, (size_t)num_values * sizeof *dst);
-        break;
+    default: memset(dst, 0, (size_t)num_values * sizeof *dst); break;
     }
 }
 

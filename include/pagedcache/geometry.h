@@ -49,8 +49,7 @@ PC_INLINE void pc_geometry_init(pc_geometry *g, int code, int layout, int64_t nu
     g->row_scale_nbytes = pc_row_scale_nbytes(code, head_dim);
     g->plane_rows = layout == PC_HND ? block_size : block_size * num_heads;
     g->scale_offset = pc_align_up(g->plane_rows * g->row_data_nbytes, alignment);
-    g->plane_nbytes =
-        pc_align_up(g->scale_offset + g->plane_rows * g->row_scale_nbytes, alignment);
+    g->plane_nbytes = pc_align_up(g->scale_offset + g->plane_rows * g->row_scale_nbytes, alignment);
     g->block_nbytes = g->plane_nbytes * (layout == PC_HND ? num_heads : 1);
 }
 

@@ -26,9 +26,13 @@ PC_INLINE float pc_clamp_to_half(float value) {
 }
 
 /* 1 / scale, and 0 for a zero scale. Inf is left to the callers. */
-PC_INLINE float pc_inverse(float scale) { return scale != 0.0f ? 1.0f / scale : 0.0f; }
+PC_INLINE float pc_inverse(float scale) {
+    return scale != 0.0f ? 1.0f / scale : 0.0f;
+}
 
-PC_INLINE int pc_is_infinite(float value) { return value > FLT_MAX || value < -FLT_MAX; }
+PC_INLINE int pc_is_infinite(float value) {
+    return value > FLT_MAX || value < -FLT_MAX;
+}
 
 PC_INLINE void pc_encode_q8_0(const float *PC_RESTRICT x, uint8_t *PC_RESTRICT quants,
                               uint8_t *PC_RESTRICT scale_at) {

@@ -56,7 +56,9 @@ PC_INLINE void pc_copy_saturated(const float *PC_RESTRICT values, int64_t count,
     }
 }
 
-PC_INLINE void pc_store_float(uint8_t *to, float value) { memcpy(to, &value, sizeof value); }
+PC_INLINE void pc_store_float(uint8_t *to, float value) {
+    memcpy(to, &value, sizeof value);
+}
 
 PC_INLINE float pc_load_float(const uint8_t *from) {
     float value;
@@ -64,7 +66,9 @@ PC_INLINE float pc_load_float(const uint8_t *from) {
     return value;
 }
 
-PC_INLINE void pc_store_half(uint8_t *to, uint16_t half) { memcpy(to, &half, sizeof half); }
+PC_INLINE void pc_store_half(uint8_t *to, uint16_t half) {
+    memcpy(to, &half, sizeof half);
+}
 
 PC_INLINE float pc_load_half(const uint8_t *from) {
     uint16_t half;

@@ -5,12 +5,12 @@
 #define PAGEDCACHE_STATUS_H
 
 /* X(code name, value, text for people) */
-#define PC_STATUS_CODES(X)                                                 \
-    X(PC_OK, 0, "ok")                                                      \
-    X(PC_E_NONFINITE, 1, "NaN or Inf was given to a quantised format")     \
-    X(PC_E_FORMAT, 2, "unknown format code")                               \
-    X(PC_E_RANGE, 3, "offset or length outside the buffer")                \
-    X(PC_E_MEMORY, 4, "memory could not be had")                           \
+#define PC_STATUS_CODES(X)                                             \
+    X(PC_OK, 0, "ok")                                                  \
+    X(PC_E_NONFINITE, 1, "NaN or Inf was given to a quantised format") \
+    X(PC_E_FORMAT, 2, "unknown format code")                           \
+    X(PC_E_RANGE, 3, "offset or length outside the buffer")            \
+    X(PC_E_MEMORY, 4, "memory could not be had")                       \
     X(PC_E_ARGUMENT, 5, "argument has a value that the call can't accept")
 
 #define PC_STATUS_ENUM(name, value, text) name = value,

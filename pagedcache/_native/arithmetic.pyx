@@ -1,0 +1,163 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""The format table, and encoding and decoding of contiguous values, with the GIL released.
+
+No checks here: callers (``formats``, ``arithmetic``, ``spec``) pass valid codes, contiguous
+arrays of matching sizes and ranges inside them. ``data`` is a run of values stored as one row
+whose scales, if they lie apart, start at byte ``scale_offset``.
+"""
+
+from libc.stdint cimport int64_t, uint8_t
+
+cdef extern from *:
+    """
+    #include "pagedcache/flat.h"
+    #include "pagedcache/geometry.h"
+
+    typedef struct {
+        int code;
+        const char *name;
+        pc_format row;
+    } pc_named_format;
+
+    #define PC_NAMED(code, name, group, quant, scale, axis, pack, open, encode, decode) \\
+        {code, #name, {group, quant, scale, axis, pack, open}},
+    static const pc_named_format pc_named_formats[] = {PC_FORMATS(PC_NAMED)};
+
+    typedef struct {
+        int code;
+        const char *name;
+        const char *text;
+    } pc_named_status;
+
+    #define PC_NAMED_STATUS(name, value, text) {value, #name, text},
+    static const pc_named_status pc_named_statuses[] = {PC_STATUS_CODES(PC_NAMED_STATUS)};
+    enum { PC_NUM_STATUSES = sizeof pc_named_statuses / sizeof *pc_named_statuses };
+    """
+    ctypedef struct pc_format:
+        int group_size
+        int quant_nbytes
+        int scale_nbytes
+        int group_axis
+        int packing
+        int open_format
+
+    ctypedef struct pc_named_format:
+        int code
+        const char *name
+        pc_format row
+
+    ctypedef struct pc_named_status:
+        int code
+        const char *name
+        const char *text
+
+    ctypedef struct pc_geometry:
+        int64_t row_data_nbytes
+        int64_t row_scale_nbytes
+        int64_t plane_rows
+        int64_t plane_nbytes
+        int64_t scale_offset
+        int64_t block_nbytes
+
+    ctypedef struct pc_address:
+        int64_t data
+        int64_t scales
+
+    const pc_named_format *pc_named_formats
+    const pc_named_status *pc_named_statuses
+    int PC_NUM_FORMATS
+    int PC_NUM_STATUSES
+
+    int pc_encode_row(int code, const float *src, int64_t num_values, uint8_t *data,
+                      uint8_t *scales, int policy) nogil
+    void pc_decode_row(int code, const uint8_t *data, const uint8_t *scales, int64_t num_values,
+                       float *dst) nogil
+    void pc_flat_read(int code, const uint8_t *data, const uint8_t *scales, int64_t offset,
+                      int64_t length, float *dst) nogil
+    int pc_flat_write(int code, uint8_t *data, uint8_t *scales, int64_t num_values,
+                      int64_t offset, int64_t length, const float *src, int policy) nogil
+    void pc_geometry_init(pc_geometry *g, int code, int layout, int64_t num_heads,
+                          int64_t block_size, int64_t head_dim) nogil
+    pc_address pc_row_address(const pc_geometry *g, int64_t block_stride_nbytes, int64_t block,
+                              int64_t head, int64_t offset) nogil
+
+
+def format_table():
+    """Return the rows of the format table as dicts, in the order of their codes."""
+    cdef int i
+    return [
+        dict(pc_named_formats[i].row, code=pc_named_formats[i].code,
+             name=pc_named_formats[i].name.decode())
+        for i in range(PC_NUM_FORMATS)
+    ]
+
+
+def status_table():
+    """Return {code: (name, text)} of the native status codes."""
+    cdef int i
+    return {
+        pc_named_statuses[i].code: (pc_named_statuses[i].name.decode(),
+                                    pc_named_statuses[i].text.decode())
+        for i in range(PC_NUM_STATUSES)
+    }
+
+
+def encode(int code, const float[::1] src, uint8_t[::1] data, int64_t scale_offset, int policy):
+    """Store all of `src` from the start of `data`; returns a status code."""
+    cdef int status = 0
+    if src.shape[0]:
+        with nogil:
+            status = pc_encode_row(code, &src[0], src.shape[0], &data[0],
+                                   &data[0] + scale_offset, policy)
+    return status
+
+
+def decode(int code, const uint8_t[::1] data, int64_t scale_offset, float[::1] dst):
+    """Read the first values of `data` until `dst` is full."""
+    if dst.shape[0]:
+        with nogil:
+            pc_decode_row(code, &data[0], &data[0] + scale_offset, dst.shape[0], &dst[0])
+
+
+def flat_read(int code, const uint8_t[::1] data, int64_t scale_offset, int64_t offset,
+              float[::1] dst):
+    """Read values offset … offset + len(dst)."""
+    if dst.shape[0]:
+        with nogil:
+            pc_flat_read(code, &data[0], &data[0] + scale_offset, offset, dst.shape[0], &dst[0])
+
+
+def flat_write(int code, uint8_t[::1] data, int64_t scale_offset, int64_t num_values,
+               int64_t offset, const float[::1] src, int policy):
+    """Replace values offset … offset + len(src) of num_values; returns a status code."""
+    cdef int status = 0
+    if src.shape[0]:
+        with nogil:
+            status = pc_flat_write(code, &data[0], &data[0] + scale_offset, num_values, offset,
+                                   src.shape[0], &src[0], policy)
+    return status
+
+
+def block_geometry(int code, int layout, int64_t num_heads, int64_t block_size,
+                   int64_t head_dim):
+    """Return the sizes of one block of one layer and kind as a dict of ints."""
+    cdef pc_geometry g
+    pc_geometry_init(&g, code, layout, num_heads, block_size, head_dim)
+    return {
+        "row_data_nbytes": g.row_data_nbytes,
+        "row_scale_nbytes": g.row_scale_nbytes,
+        "plane_rows": g.plane_rows,
+        "plane_nbytes": g.plane_nbytes,
+        "scale_offset": g.scale_offset,
+        "block_nbytes": g.block_nbytes,
+    }
+
+
+def row_address(int code, int layout, int64_t num_heads, int64_t block_size, int64_t head_dim,
+                int64_t block_stride_nbytes, int64_t block, int64_t head, int64_t offset):
+    """Return the byte offsets (data, scales) of one row in a slab."""
+    cdef pc_geometry g
+    cdef pc_address address
+    pc_geometry_init(&g, code, layout, num_heads, block_size, head_dim)
+    address = pc_row_address(&g, block_stride_nbytes, block, head, offset)
+    return address.data, address.scales

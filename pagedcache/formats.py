@@ -1,0 +1,112 @@
+"""Storage formats: the rows of the C table (``include/pagedcache/formats.h``) as objects.
+
+Nothing about a format is written down twice: names, sizes and packing come from the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pagedcache._native.arithmetic import format_table
+from pagedcache.errors import FormatError
+
+_AXES = {0: "row", 1: "tokens"}
+_PACKINGS = {0: "dense", 1: "planar", 2: "interleaved"}
+_ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How the values of a K or V row are stored. Get one with :func:`get_format`.
+
+    ``code``: its number in native code. ``group_size``: values that share a scale (1 for float
+    formats). ``quant_nbytes``, ``scale_nbytes``: bytes per group. ``group_axis``: ``"row"``, the
+    group lies inside one (token, head) row. ``packing``: ``"dense"`` (values only), ``"planar"``
+    (all quants of a run of rows, then all scales) or ``"interleaved"`` (scale and quants side by
+    side, as in ggml). ``open_format``: code of the format in which part-filled blocks are kept
+    where it differs, else -1.
+    """
+
+    name: str
+    code: int
+    group_size: int
+    quant_nbytes: int
+    scale_nbytes: int
+    group_axis: str
+    packing: str
+    open_format: int
+
+    @property
+    def group_nbytes(self) -> int:
+        """Bytes of one group, scale included: 36 for q8, 20 for q4, 2 for float16."""
+        return self.quant_nbytes + self.scale_nbytes
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether values share scales and are stored as small integers."""
+        return self.packing != "dense"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """NumPy dtype of a float format's values; uint8, raw bytes, for a quantised one."""
+        if self.is_quantized:
+            return np.dtype(np.uint8)
+        if self.name == "bfloat16":
+            import ml_dtypes  # not a dtype of NumPy itself
+
+            return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(self.name)
+
+    @property
+    def bytes_per_value(self) -> float:
+        """Nominal bytes per value, scale included, padding not: 1.125 for q8, 0.625 for q4.
+
+        ``CacheSpec.bytes_per_value`` is the exact figure of a cache.
+        """
+        return self.group_nbytes / self.group_size
+
+    @property
+    def reduction_vs_float32(self) -> float:
+        """How many times smaller than float32, nominally: 3.56 for q8, 6.4 for q4."""
+        return 4.0 / self.bytes_per_value
+
+    @property
+    def reduction_vs_16bit(self) -> float:
+        """How many times smaller than float16, nominally: 1.78 for q8, 3.2 for q4."""
+        return 2.0 / self.bytes_per_value
+
+    def __repr__(self) -> str:
+        return f"KVFormat({self.name!r})"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _read_table() -> dict[str, KVFormat]:
+    rows = format_table()
+    for row in rows:
+        row["group_axis"] = _AXES[row["group_axis"]]
+        row["packing"] = _PACKINGS[row["packing"]]
+    return {row["name"]: KVFormat(**row) for row in rows}
+
+
+#: Every format by name, in the order of the table.
+FORMATS: dict[str, KVFormat] = _read_table()
+
+
+def get_format(format: str | KVFormat) -> KVFormat:
+    """Return the format of that name.
+
+    Also takes ``"fp32"``, ``"fp16"``, ``"bf16"``, and a :class:`KVFormat`, which is returned as
+    it is. Raises :class:`FormatError`, which names the choices, for anything else.
+    """
+    if isinstance(format, KVFormat):
+        return format
+    if isinstance(format, str):
+        found = FORMATS.get(_ALIASES.get(format, format))
+        if found is not None:
+            return found
+    raise FormatError(f"one of {', '.join(FORMATS)}", repr(format)[:80], "format")
