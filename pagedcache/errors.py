@@ -21,7 +21,9 @@ class PagedCacheError(Exception):
     _init_args: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), self._init_args)
+        notes = getattr(self, "__notes__", None)
+        state = {"__notes__": list(notes)} if notes else None
+        return (type(self), self._init_args, state)
 
 
 class InvalidArgumentError(PagedCacheError, ValueError):
@@ -116,6 +118,18 @@ class SequenceNotFoundError(PagedCacheError, KeyError):
         self.seq_id = seq_id
         super().__init__(f"no live sequence has id {seq_id!r}; ids are never reused")
         self._init_args = (seq_id,)
+
+    def __str__(self) -> str:  # KeyError would show repr(message)
+        return str(self.args[0])
+
+
+class PrefixNotFoundError(PagedCacheError, KeyError):
+    """A ``PrefixCache`` has no entry for these tokens or this hash, or more than one."""
+
+    def __init__(self, key: str, reason: str = "no entry has it") -> None:
+        self.key, self.reason = key, reason
+        super().__init__(f"prefix {key}: {reason}")
+        self._init_args = (key, reason)
 
     def __str__(self) -> str:  # KeyError would show repr(message)
         return str(self.args[0])

@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 from typing import SupportsIndex
 
-from .errors import InvalidArgumentError
+from pagedcache.errors import InvalidArgumentError
 
 _LETTERS = "KMGTPE"
 _UNITS = {"": 1, "b": 1}
