@@ -1,4 +1,4 @@
-"""What a cache counts: ``Stats`` and ``Fragmentation``, frozen snapshots of one moment."""
+"""What a cache counts: frozen snapshots, each of one moment."""
 
 from __future__ import annotations
 
@@ -154,3 +154,26 @@ class Fragmentation(_Snapshot):
             or (4 * self.wasted_slots > used_slots and self.holes > 2)
             or (10 * self.free_blocks < total and self.holes >= 1)
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCacheStats(_Snapshot):
+    """Counters of one ``PrefixCache`` since it was made."""
+
+    lookups: int
+    """Calls of ``lookup`` and ``lookup_hash``."""
+    hits: int
+    """Those that found an entry."""
+    misses: int
+    """Those that found none."""
+    insertions: int
+    """Entries added; replacing a value and a refused insert are not counted."""
+    evictions: int
+    """Entries dropped to make room."""
+
+    _DERIVED = ("hit_rate",)
+
+    @property
+    def hit_rate(self) -> float:
+        """``hits / lookups``, 0…1; 0.0 without lookups."""
+        return self.hits / self.lookups if self.lookups else 0.0
