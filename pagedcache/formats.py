@@ -11,10 +11,14 @@ from typing import Any
 import numpy as np
 
 from pagedcache._native.arithmetic import format_table
-from pagedcache.errors import FormatError
+from pagedcache.errors import FormatError, InvalidArgumentError
 
 _AXES = {0: "row", 1: "tokens"}
 _PACKINGS = {0: "dense", 1: "planar", 2: "interleaved"}
+
+#: What quantised formats do with NaN and Inf, and the native code of it.
+NONFINITE_POLICIES = {"raise": 0, "saturate": 1}
+
 _ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -110,3 +114,14 @@ def get_format(format: str | KVFormat) -> KVFormat:
         if found is not None:
             return found
     raise FormatError(f"one of {', '.join(FORMATS)}", repr(format)[:80], "format")
+
+
+def get_policy(on_nonfinite: str) -> int:
+    """Return the native code of ``"raise"`` or ``"saturate"``.
+
+    Raises :class:`InvalidArgumentError` for anything else.
+    """
+    if isinstance(on_nonfinite, str) and on_nonfinite in NONFINITE_POLICIES:
+        return NONFINITE_POLICIES[on_nonfinite]
+    choices = " or ".join(map(repr, NONFINITE_POLICIES))
+    raise InvalidArgumentError(f"on_nonfinite must be {choices}, got {repr(on_nonfinite)[:80]}")
