@@ -11,15 +11,15 @@ import pytest
 
 import pagedcache
 
-USAGE = Path(__file__).resolve().parent / "typing" / "usage.py"
+ROOT = Path(__file__).resolve().parent.parent
+USAGE = ROOT / "tests" / "typing" / "usage.py"
 
 
 def mypy(file: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     pytest.importorskip("mypy", reason="mypy is not installed")
-    # Where the package is found: installed, or beside the tests.
-    environment = {**os.environ, "MYPYPATH": ""}
-    if os.environ.get("PYTHONPATH"):
-        environment["MYPYPATH"] = str(Path(pagedcache.__file__).resolve().parent.parent)
+    # mypy finds an installed package by itself (and refuses site-packages on MYPYPATH).
+    home = Path(pagedcache.__file__).resolve().parent.parent
+    environment = {**os.environ, "MYPYPATH": str(home) if home == ROOT else ""}
     return subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", str(cwd / "c"),
          str(file)],
