@@ -1,0 +1,7 @@
+"""Bytes and slots: where K and V lie. Knows no sequence, no hash and no reference count."""
+
+from __future__ import annotations
+
+from pagedcache.storage.cpu import CpuStorage
+
+__all__ = ["CpuStorage"]

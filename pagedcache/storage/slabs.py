@@ -1,0 +1,147 @@
+"""Slabs: the memory of all blocks of one layer's K or V, taken from the system or adopted.
+
+A slab has two faces over the same bytes: ``typed``, the array a user would make
+(``[num_blocks, *block shape]`` of a float dtype, ``[num_blocks, block_nbytes]`` of uint8 for
+quantised formats), and ``raw``, always ``[num_blocks, block_nbytes]`` of uint8, which native
+code addresses. Bytes between the end of a plane's quants or scales and the next 16-byte
+boundary are padding: zero in slabs made here, and never written by a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from pagedcache.arrays import overlap
+from pagedcache.errors import (
+    DeviceError,
+    FormatError,
+    InvalidArgumentError,
+    ShapeError,
+    StorageMemoryError,
+)
+from pagedcache.spec import CacheSpec
+
+Array = np.ndarray[Any, Any]
+
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+Kind = Literal["k", "v"]
+KINDS: tuple[Kind, Kind] = ("k", "v")
+
+
+def _block(spec: CacheSpec, kind: Kind) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of one block's array."""
+    if kind == "k":
+        return spec.k_block_shape, spec.k_format.dtype
+    return spec.v_block_shape, spec.v_format.dtype
+
+
+def allocate(spec: CacheSpec, num_blocks: int) -> dict[Kind, list[Array]]:
+    """Return ``{"k": slabs, "v": slabs}``: one zeroed, 64-byte aligned slab per layer and kind.
+
+    The memory is taken lazily: a page costs something once it is touched. All of it is asked
+    for at once first, so that too large a cache is refused here, with
+    :class:`StorageMemoryError`, and not by the system when its blocks fill up.
+    """
+    total = spec.storage_nbytes(num_blocks)
+    what = f"{num_blocks:,} blocks of K and V in {spec.num_layers} layers"
+    try:
+        np.empty(total, np.uint8)  # given back at once; never touched
+        return {
+            kind: [_zeroed(spec, kind, num_blocks) for _ in range(spec.num_layers)]
+            for kind in KINDS
+        }
+    except (MemoryError, ValueError, OverflowError):
+        # numpy raises the latter two for sizes beyond the address space
+        raise StorageMemoryError(total, what) from None
+
+
+def _zeroed(spec: CacheSpec, kind: Kind, num_blocks: int) -> Array:
+    nbytes = num_blocks * spec.layer_block_nbytes(kind)
+    memory = np.zeros(nbytes + ALIGNMENT - 1, np.uint8)
+    skip = -memory.__array_interface__["data"][0] % ALIGNMENT
+    shape, dtype = _block(spec, kind)
+    return memory[skip : skip + nbytes].view(dtype).reshape(num_blocks, *shape)
+
+
+def adopt(spec: CacheSpec, num_blocks: int, slabs: Any) -> dict[Kind, list[Array]]:
+    """Return the caller's arrays as slabs, without a copy.
+
+    ``slabs``: ``(k_slabs, v_slabs)``, each one array per layer with the shape and dtype of
+    ``typed`` above: writable, aligned, dense inside a block, at any distance from block to
+    block (so the halves of one ``[num_blocks, 2, …]`` tensor work), no two sharing a byte.
+    Raises :class:`ShapeError`, :class:`FormatError` or :class:`DeviceError` otherwise.
+    """
+    if not isinstance(slabs, Sequence) or len(slabs) != 2:
+        raise InvalidArgumentError("storage: expected a pair (k_slabs, v_slabs)")
+    adopted = {}
+    for kind, given in zip(KINDS, slabs, strict=True):
+        if isinstance(given, (str, bytes, dict)) or not hasattr(given, "__len__"):
+            raise InvalidArgumentError(
+                f"{kind}_slabs: expected one array per layer, got {type(given).__name__}"
+            )
+        if len(given) != spec.num_layers:
+            raise ShapeError(
+                f"{spec.num_layers} arrays, one per layer", len(given), f"{kind}_slabs"
+            )
+        adopted[kind] = [
+            _checked(spec, kind, num_blocks, x, f"{kind}_slabs[{layer}]")
+            for layer, x in enumerate(given)
+        ]
+    _refuse_overlap(adopted)
+    return adopted
+
+
+def _checked(spec: CacheSpec, kind: Kind, num_blocks: int, x: Any, what: str) -> Array:
+    if hasattr(x, "__cuda_array_interface__"):
+        raise DeviceError("memory of the CPU", "memory of a CUDA device", what)
+    if isinstance(x, (list, tuple, str, bytes)) or np.isscalar(x) or x is None:
+        raise FormatError("an array whose memory can be shared", type(x).__name__, what)
+    try:
+        slab = np.asarray(x)
+    except (TypeError, ValueError, RuntimeError):
+        raise FormatError("an array whose memory can be shared", type(x).__name__, what) from None
+    block_shape, dtype = _block(spec, kind)
+    shape = (num_blocks, *block_shape)
+    if slab.dtype != dtype or not slab.dtype.isnative:
+        raise FormatError(dtype, slab.dtype, what)
+    if slab.shape != shape:
+        raise ShapeError(list(shape), list(slab.shape), what)
+    if not slab.flags.writeable:
+        raise FormatError("a writable array", "a read-only one", what)
+    if not slab.flags.aligned:
+        raise FormatError(f"an array aligned to {dtype.alignment} bytes", "a misaligned one", what)
+    if not slab[0].flags.c_contiguous:
+        raise ShapeError("rows dense inside a block", f"strides {slab.strides}", what)
+    if num_blocks > 1 and abs(slab.strides[0]) < spec.layer_block_nbytes(kind):
+        raise ShapeError(
+            f"at least {spec.layer_block_nbytes(kind)} bytes from block to block",
+            slab.strides[0],
+            what,
+        )
+    return slab
+
+
+def _refuse_overlap(slabs: dict[Kind, list[Array]]) -> None:
+    """Raise when two slabs share a byte; only spans that meet are compared byte by byte."""
+    spans = [
+        (*np.lib.array_utils.byte_bounds(slab), f"{kind}_slabs[{layer}]", slab)
+        for kind in KINDS
+        for layer, slab in enumerate(slabs[kind])
+    ]
+    spans.sort(key=lambda span: span[:2])
+    for index, (_, end, name, slab) in enumerate(spans):
+        for start, _, other_name, other in spans[index + 1 :]:
+            if start >= end:
+                break
+            if overlap(slab, other):
+                got = f"{other_name} over {name}"
+                raise ShapeError("slabs that share no memory", got, "storage")
+
+
+def raw(slab: Array) -> Array:
+    """Return the ``[num_blocks, block_nbytes]`` uint8 view of a slab, sharing its memory."""
+    bytes_of_blocks: Array = slab.reshape(slab.shape[0], -1).view(np.uint8)
+    return bytes_of_blocks
