@@ -44,7 +44,7 @@ PC_INLINE void pc_encode_q8_0(const float *PC_RESTRICT x, uint8_t *PC_RESTRICT q
         return;
     }
     for (int i = 0; i < PC_GROUP; i++) {
-        quants[i] = (uint8_t)pc_round_clamp(x[i] * inverse, -127.0f, 127.0f);
+        quants[i] = (uint8_t)pc_round_away(x[i] * inverse, 127.0f);
     }
 }
 

@@ -91,7 +91,7 @@ PC_INLINE void pc_encode_q8(const float *PC_RESTRICT x, uint8_t *PC_RESTRICT qua
     const float scale = amax / 127.0f;
     const float inverse = 1.0f / scale;
     for (int i = 0; i < PC_GROUP; i++) {
-        quants[i] = (uint8_t)pc_round_clamp(x[i] * inverse, -127.0f, 127.0f);
+        quants[i] = (uint8_t)pc_round_away(x[i] * inverse, 127.0f);
     }
     pc_store_float(scale_at, scale);
 }
@@ -117,9 +117,9 @@ PC_INLINE void pc_encode_q4(const float *PC_RESTRICT x, uint8_t *PC_RESTRICT qua
     const float scale = amax / 7.0f;
     const float inverse = 1.0f / scale;
     for (int i = 0; i < PC_GROUP / 2; i++) {
-        const int32_t low = pc_round_clamp(x[2 * i] * inverse, -8.0f, 7.0f) + 8;
-        const int32_t high = pc_round_clamp(x[2 * i + 1] * inverse, -8.0f, 7.0f) + 8;
-        quants[i] = (uint8_t)(low | (high << 4));
+        const int32_t low = pc_round_away(x[2 * i] * inverse, 8.0f);
+        const int32_t high = pc_round_away(x[2 * i + 1] * inverse, 8.0f);
+        quants[i] = (uint8_t)(((low < 7 ? low : 7) + 8) | (((high < 7 ? high : 7) + 8) << 4));
     }
     pc_store_float(scale_at, scale);
 }

@@ -71,22 +71,27 @@ PC_INLINE float pc_bfloat_to_float(uint16_t bfloat) {
     return pc_bits_float((uint32_t)bfloat << 16);
 }
 
-/* A finite value clamped to low..high, then rounded with halves away from zero. The limits are
- * integers of small size, so clamping first changes nothing and keeps the conversion defined.
- * The fraction is exact in float32; adding 0.5 and cutting would not be (0.49999997 + 0.5). */
-PC_INLINE int32_t pc_round_clamp(float value, float low, float high) {
-    const float above = value > low ? value : low;
-    const float clamped = above < high ? above : high;
-    const int32_t whole = (int32_t)clamped;
-    const float fraction = clamped - (float)whole;
-    return whole + (int32_t)(fraction >= 0.5f) - (int32_t)(fraction <= -0.5f);
+/* Rounded to the nearest integer, halves away from zero, magnitudes cut at `limit` (a small
+ * positive integer; Inf is cut too). 0.5 is not added before cutting: 0.49999997 + 0.5 is 1 in
+ * float32. The fraction and its double are exact. Comparing bits as integers instead of floats
+ * lets gcc vectorise. */
+PC_INLINE int32_t pc_round_away(float value, float limit) {
+    const int32_t bits = (int32_t)pc_float_bits(value);
+    const int32_t most = (int32_t)pc_float_bits(limit);
+    const int32_t magnitude = bits & 0x7FFFFFFF;
+    const int32_t sign = bits >> 31;
+    const float cut = pc_bits_float((uint32_t)(magnitude < most ? magnitude : most));
+    const int32_t whole = (int32_t)cut;
+    const int32_t rounded = whole + (int32_t)(2.0f * (cut - (float)whole));
+    return (rounded ^ sign) - sign;
 }
 
-/* value + bias clamped to 0..15, cut to an integer: ggml's way to a nibble. */
+/* value + bias clamped to 0..15 and cut to an integer: ggml's way to a nibble. */
 PC_INLINE uint32_t pc_trunc_nibble(float value, float bias) {
-    const float sum = value + bias;
-    const float above = sum > 0.0f ? sum : 0.0f;
-    return (uint32_t)(int32_t)(above < 15.0f ? above : 15.0f);
+    const int32_t bits = (int32_t)pc_float_bits(value + bias);
+    const int32_t most = (int32_t)pc_float_bits(15.0f);
+    const int32_t above = bits > 0 ? bits : 0; /* negative floats are negative integers */
+    return (uint32_t)(int32_t)pc_bits_float((uint32_t)(above < most ? above : most));
 }
 
 #endif
