@@ -24,7 +24,10 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("formats", {"formats"}),
     ("values", {"arithmetic", "arrays", "hashing", "placement", "prefix_hasher", "spec"}),
     ("bodies", {"bookkeeping", "prefix_cache", "storage"}),
-    ("façade", {"", "cache", "sequence", "views"}),
+    (
+        "façade",
+        {"", "batches", "cache", "handles", "ids", "reading", "sequence", "upkeep", "views"},
+    ),
     ("checks", {"checks"}),
     ("command line", {"__main__", "cli"}),
 ]

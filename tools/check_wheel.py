@@ -1,8 +1,8 @@
 """Checks what a wheel or an sdist holds: ``python tools/check_wheel.py FILE…``.
 
-A wheel has the stable-ABI tag, one compiled module and one stub per Cython source of this
-checkout, the typing marker and the bundled data, and no sources, headers or tests. An sdist has
-everything that building and testing need and nothing that was generated. Exit code 1 with one
+A wheel has the stable-ABI tag, one compiled module per Cython source of this checkout, every Python
+file and stub, the typing marker and the bundled data, and no sources, headers or tests. An sdist
+has everything that building and testing need and nothing that was generated. Exit code 1 with one
 line per fault.
 """
 
@@ -46,7 +46,6 @@ def check_wheel(path: Path) -> list[str]:
     compiled = {name.partition(".")[0] for name in package if name.endswith((".abi3.so", ".pyd"))}
     faults += [f"{name} is not compiled" for name in sorted(modules - compiled)]
     faults += [f"{name} has no Cython source here" for name in sorted(compiled - modules)]
-    faults += [f"{name}.pyi is missing" for name in sorted(modules) if f"{name}.pyi" not in package]
     faults += [f"{name} is missing" for name in sorted((DATA | python_files()) - package)]
     allowed = (".py", ".pyi", ".abi3.so", ".pyd", ".npz", ".md", "py.typed")
     faults += [f"{name} does not belong in a wheel" for name in sorted(package)
