@@ -1,0 +1,338 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""What the bookkeeping hands out: sequence states, pins and slot mappings.
+
+A handle that is collected only queues what it held; the next call gives it back. So a garbage
+collection may happen anywhere, also while another thread holds the pool's lock.
+"""
+cimport cython
+from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.string cimport memcpy
+
+import numpy as np
+
+from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
+from pagedcache.bookkeeping.block_pool cimport (
+    BlockPool, drop, enter, fork_generation, leave, unpin_block,
+)
+from pagedcache.bookkeeping.sequences cimport (
+    num_tokens, num_written, seq_destroy, seq_free, written_end,
+)
+from pagedcache.bookkeeping.status cimport int_argument, raise_result
+from pagedcache.bookkeeping.types cimport *
+
+from pagedcache.errors import InvalidArgumentError, StorageMemoryError
+
+
+cdef int enter_fast(pool_t *p) except? 99:
+    """enter() that keeps the GIL when the lock is free at once."""
+    cdef int code
+    if (p.fork_generation == fork_generation() and p.dropped == NULL
+            and pc_mutex_trylock(&p.lock)):
+        if not p.gate:
+            return OK
+        pc_mutex_unlock(&p.lock)
+    with nogil:
+        code = enter(p)
+    if code != OK:
+        raise_result(answer(code))
+    return OK
+
+
+cdef object int32_array(const int32_t *data, int64_t n):
+    out = np.empty(n, dtype=np.int32)
+    cdef int32_t[::1] view = out
+    if n > 0:
+        memcpy(&view[0], data, n * sizeof(int32_t))
+    return out
+
+
+@cython.no_gc_clear           # __dealloc__ needs the pool
+cdef class SeqState:
+    """Table, tokens and lengths of one sequence; made by a Ledger only.
+
+    The handle stays valid memory after free(); every use then raises FreedHandleError.
+    """
+
+    def __init__(self):
+        raise InvalidArgumentError("a SeqState is made by Ledger.open() or Ledger.fork()")
+
+    def __dealloc__(self):
+        if self.last_will == NULL:
+            return
+        if self.s == NULL:
+            pc_release(self.last_will)
+            return
+        self.last_will.seq = self.s
+        drop(self.pool.p, self.last_will)
+
+    def __reduce__(self):
+        raise InvalidArgumentError("a sequence cannot be copied or pickled; fork() shares blocks")
+
+    cdef int _enter(self) except? 99:
+        enter_fast(self.pool.p)
+        if self.s.freed:
+            leave(self.pool.p)
+            raise_result(answer(E_FREED, self.s.serial))
+        return OK
+
+    @property
+    def serial(self):
+        """Unique id of the sequence in its pool, never reused."""
+        return self.s.serial
+
+    @property
+    def freed(self):
+        return bool(self.s.freed)
+
+    @property
+    def seq_len(self):
+        """Computed tokens."""
+        self._enter()
+        cdef int64_t n = self.s.computed
+        leave(self.pool.p)
+        return n
+
+    @property
+    def num_tokens(self):
+        """Tokens known, opened for, computed or written; bounds truncate."""
+        self._enter()
+        cdef int64_t n = num_tokens(self.pool.p, self.s)
+        leave(self.pool.p)
+        return n
+
+    @property
+    def num_written(self):
+        """Least written end over the layers, at least the computed length."""
+        self._enter()
+        cdef int64_t n = num_written(self.pool.p, self.s)
+        leave(self.pool.p)
+        return n
+
+    @property
+    def num_cached_tokens(self):
+        """Tokens that the prefix cache gave at admission (less what was truncated since)."""
+        self._enter()
+        cdef int64_t n = self.s.num_cached
+        leave(self.pool.p)
+        return n
+
+    @property
+    def num_blocks(self):
+        self._enter()
+        cdef int64_t n = self.s.num_blocks
+        leave(self.pool.p)
+        return n
+
+    @property
+    def num_known(self):
+        """Tokens of known value from the start."""
+        self._enter()
+        cdef int64_t n = self.s.known
+        leave(self.pool.p)
+        return n
+
+    def written(self, layer):
+        """Where this layer's next append goes."""
+        cdef int64_t i = int_argument(layer, "layer", 0, self.pool.p.num_layers - 1)
+        self._enter()
+        cdef int64_t n = written_end(self.s, i)
+        leave(self.pool.p)
+        return n
+
+    def tokens(self, start=0, stop=None):
+        """The known tokens start … stop as a uint32 array (a copy)."""
+        cdef int64_t known = self.num_known
+        cdef int64_t a = int_argument(start, "start", 0, 2**62)
+        cdef int64_t b = known if stop is None else int_argument(stop, "stop", 0, 2**62)
+        if a > b or b > known:
+            raise_result(answer(E_POSITION, b, known))
+        out = np.empty(b - a, dtype=np.uint32)
+        cdef uint32_t[::1] view = out
+        cdef bint shorter
+        self._enter()
+        shorter = self.s.known < b
+        if not shorter and b > a:
+            memcpy(&view[0], self.s.tokens + a, (b - a) * sizeof(uint32_t))
+        leave(self.pool.p)
+        if shorter:
+            raise_result(answer(E_POSITION, b, known))
+        return out
+
+    def block_table(self):
+        """A read-only int32 snapshot of the block ids, in token order."""
+        self._enter()
+        cdef int64_t n = self.s.num_blocks
+        cdef int32_t *copy = <int32_t *> pc_calloc(n, sizeof(int32_t))
+        if copy != NULL and n > 0:
+            memcpy(copy, self.s.table, n * sizeof(int32_t))
+        leave(self.pool.p)
+        if copy == NULL:
+            raise StorageMemoryError(n * 4, "a block table")
+        try:
+            out = int32_array(copy, n)
+        finally:
+            pc_release(copy)
+        out.setflags(write=False)
+        return out
+
+    def slot_mapping(self, start, stop):
+        """int64 slots of positions start … stop, for reading (store() refuses shared ones)."""
+        cdef int64_t a = int_argument(start, "start", 0, 2**62)
+        cdef int64_t b = int_argument(stop, "stop", 0, 2**62)
+        cdef int64_t B = self.pool.p.block_size
+        cdef int64_t room = self.num_blocks * B
+        cdef int64_t i
+        if a > b:
+            raise_result(answer(E_POSITION, a, b))
+        if b > room:
+            raise_result(answer(E_POSITION, b, room, 4))
+        out = np.empty(b - a, dtype=np.int64)
+        cdef int64_t[::1] view = out
+        self._enter()
+        room = self.s.num_blocks * B
+        if b <= room:
+            for i in range(a, b):
+                view[i - a] = self.s.table[i // B] * B + i % B
+        leave(self.pool.p)
+        if b > room:
+            raise_result(answer(E_POSITION, b, room, 4))
+        return out
+
+    def block_for_position(self, position):
+        """Block id that holds a position, for reading."""
+        cdef int64_t i = int_argument(position, "position", -(2**62), 2**62)
+        cdef int64_t B = self.pool.p.block_size
+        cdef int32_t b = NONE
+        self._enter()
+        cdef int64_t room = self.s.num_blocks * B
+        if 0 <= i < room:
+            b = self.s.table[i // B]
+        leave(self.pool.p)
+        if b == NONE:
+            raise_result(answer(E_POSITION, i, room, 4))
+        return b
+
+
+cdef SeqState new_state(BlockPool pool):
+    """A handle without a sequence yet; everything it needs to be dropped is allocated."""
+    cdef SeqState h = SeqState.__new__(SeqState)
+    h.pool = pool
+    h.last_will = <pin_t *> pc_calloc(1, sizeof(pin_t))
+    if h.last_will == NULL:
+        raise StorageMemoryError(sizeof(pin_t), "a sequence handle")
+    return h
+
+
+@cython.no_gc_clear           # __dealloc__ needs the pool
+cdef class Pin:
+    """Keeps blocks where they are and as they are until release() or collection.
+
+    ``block_ids``: int32 snapshot of the pinned ids; ``slots``: int64 slots or None. Usable as a
+    context manager.
+    """
+
+    def __init__(self):
+        raise InvalidArgumentError("a Pin is made by a Ledger")
+
+    def __dealloc__(self):
+        if self.pin != NULL:
+            drop(self.pool.p, self.pin)
+
+    @property
+    def block_ids(self):
+        if self.pin == NULL:
+            return int32_array(NULL, 0)
+        return int32_array(self.pin.blocks, self.pin.count)
+
+    @property
+    def released(self):
+        return self.pin == NULL
+
+    def release(self):
+        """Let the blocks go; a second call does nothing."""
+        cdef pin_t *pin = self.pin
+        cdef pool_t *p
+        cdef int64_t i
+        if pin == NULL:
+            return
+        p = self.pool.p
+        enter_fast(p)
+        self.pin = NULL
+        i = pin.count
+        while i > 0:                  # tail first, as a sequence gives its blocks back
+            i -= 1
+            unpin_block(p, pin.blocks[i])
+        leave(p)
+        pc_release(pin)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.release()
+
+
+cdef Pin new_pin(BlockPool pool, int64_t room):
+    """A pin with room for block ids and none in it."""
+    cdef Pin h = Pin.__new__(Pin)
+    h.pool = pool
+    h.pin = <pin_t *> pc_calloc(sizeof(pin_t) + room * sizeof(int32_t), 1)
+    if h.pin == NULL:
+        raise StorageMemoryError(sizeof(pin_t) + room * 4, "a pin")
+    h.pin.blocks = <int32_t *> (h.pin + 1)
+    return h
+
+
+@cython.no_gc_clear           # __dealloc__ needs the pool
+cdef class SlotMapping:
+    """Slots of a prepared write range: int64, one per token, used for every layer.
+
+    ``slots`` is read-only; ``numpy.asarray(mapping)`` gives it too. ``epoch`` is the layout epoch
+    it was made in. store() refuses it once its blocks were moved, freed, shared or cached.
+    """
+
+    def __init__(self):
+        raise InvalidArgumentError("a SlotMapping is made by prepare()")
+
+    def __dealloc__(self):
+        pc_release(self.blocks)
+        pc_release(self.generations)
+
+    def __len__(self):
+        return len(self.slots)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.slots, dtype=dtype, copy=copy)
+
+    def __repr__(self):
+        return f"SlotMapping({len(self.slots)} slots in {self.count} blocks, epoch {self.epoch})"
+
+    cdef bint reserve(self, int64_t room) noexcept nogil:
+        self.blocks = <int32_t *> pc_calloc(room, sizeof(int32_t))
+        self.generations = <uint32_t *> pc_calloc(room, sizeof(uint32_t))
+        self.room = room
+        return self.blocks != NULL and self.generations != NULL
+
+    cdef void note(self, int32_t block) noexcept nogil:
+        self.blocks[self.count] = block
+        self.generations[self.count] = self.pool.p.generation[block]
+        self.count += 1
+
+    cdef result_t recheck(self) noexcept nogil:
+        """With the lock held: the blocks are still as prepare() left them."""
+        cdef pool_t *p = self.pool.p
+        cdef int64_t i
+        cdef int32_t b
+        if self.epoch != p.layout_epoch:
+            return answer(E_STALE, self.epoch, p.layout_epoch, 0)
+        if self.checked == p.epoch:
+            return answer(OK)
+        for i in range(self.count):
+            b = self.blocks[i]
+            if (p.generation[b] != self.generations[i] or p.refs[b] != 1 or p.node[b] != NONE
+                    or p.flags[b] & FLAG_MUST_COPY):
+                return answer(E_STALE, self.epoch, p.layout_epoch, 1)
+            if p.flags[b] & FLAG_PENDING:
+                return answer(E_PENDING, b, 1)
+        self.checked = p.epoch
+        return answer(OK)

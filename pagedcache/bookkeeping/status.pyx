@@ -1,0 +1,104 @@
+# cython: language_level=3
+"""The one place where the bookkeeping's answers become exceptions."""
+from libc.stdint cimport INT64_MAX, int64_t
+
+import operator
+
+from pagedcache.bookkeeping.types cimport *
+
+from pagedcache import errors
+
+_BLOCK = (
+    "the id is out of range",
+    "the id was never allocated",
+    "freed more often than it was allocated or shared (double free)",
+    "the block is free and holds nothing cached; allocate() it instead",
+    "too many references",
+)
+_POSITION = (
+    "positions count from 0 to the sequence's length",
+    "the commit goes past the end of the block table; prepare() or extend() first",
+    "the commit goes past what append() wrote in every layer; append the missing layers first",
+    "append_kv writes without a gap: at or before the layer's written end",
+    "the block table does not reach that far; prepare() or extend() first",
+    "the length is past the end of the block table",
+)
+_STALE = (
+    "blocks were moved by a defragmentation",
+    "a block of it was freed, shared or cached since",
+)
+_SLOT = (
+    "out of range",
+    "named twice in one mapping",
+    "its block is shared with another sequence; prepare() copies it first",
+    "its block is cached; prepare() copies it first",
+    "its block is free; it belongs to no sequence",
+)
+_PENDING = ("commit", "store")
+_ARGUMENT = (
+    "commit of {0} token(s) at position {1}: the block is shared or cached and was not prepared by "
+    "this sequence; call prepare() (or append) before writing and committing",
+    "the same sequence is named twice in one call",
+    "allocate_for_tokens needs an empty sequence, this one holds {0} block(s) and {1} token(s)",
+    "page_table: sequence {0} has length 0; leave it out or pass allow_empty=True",
+    "allocate_upto={0} is outside 1…{1}, the number of tokens",
+    "ticket {0} is unknown or was finished before",
+    "the sequence or mapping belongs to another cache",
+)
+_CORRUPT = (
+    "reference count differs from the holders found",
+    "free and in use at once",
+    "in the recency list but not idle",
+    "the recency list is broken",
+    "the free list is broken",
+    "counts of free, idle and used blocks do not add up",
+    "the index names a block that does not name it back",
+    "a cached block's parent is gone while it is idle",
+    "cached in the index but not counted",
+    "a sequence's table names a block that is free",
+    "lengths of a sequence contradict each other",
+    "a negative count",
+    "a cached block's tokens differ from those of a sequence that holds it",
+    "an idle block has another resident copy",
+    "the list of sequences is broken",
+)
+
+
+cdef int64_t int_argument(object x, str name, object lo, object hi) except? -9:
+    """An integer (not a bool) between lo and hi, or InvalidArgumentError."""
+    if isinstance(x, bool) or not hasattr(x, "__index__"):
+        raise errors.InvalidArgumentError(
+            f"{name}: expected an integer, got {type(x).__name__} {x!r:.60}")
+    value = operator.index(x)
+    if value < lo or value > hi:
+        raise errors.InvalidArgumentError(f"{name}: expected {lo} to {hi}, got {value}")
+    return value
+
+
+cdef object raise_result(result_t r):
+    """Raise the exception of an answer other than OK."""
+    if r.code == E_MEMORY:
+        raise errors.StorageMemoryError(r.a, "bookkeeping")
+    if r.code == E_BLOCKS:
+        raise errors.OutOfBlocksError(r.a, r.b, r.c)
+    if r.code == E_BLOCK:
+        raise errors.BlockError(r.a, _BLOCK[r.b])
+    if r.code == E_FREED:
+        raise errors.FreedHandleError(f"sequence {r.a}")
+    if r.code == E_FORKED:
+        raise errors.ForkedProcessError()
+    if r.code == E_POSITION:
+        raise errors.InvalidPositionError(r.a, r.b, _POSITION[r.c])
+    if r.code == E_TOO_LONG:
+        raise errors.SequenceTooLongError(r.a, r.b)
+    if r.code == E_PENDING:
+        raise errors.PendingCopyError(r.a, _PENDING[r.b])
+    if r.code == E_STALE:
+        raise errors.StaleMappingError(r.a, r.b, _STALE[r.c])
+    if r.code == E_SLOT:
+        raise errors.SlotError(r.a, _SLOT[r.b])
+    if r.code == E_ARGUMENT:
+        raise errors.InvalidArgumentError(_ARGUMENT[r.a].format(r.b, r.c))
+    if r.code == E_CORRUPT:
+        raise errors.CorruptionError(_CORRUPT[r.b], r.a)
+    raise errors.PagedCacheError(f"unknown status {r.code}")

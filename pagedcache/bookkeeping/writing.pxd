@@ -1,0 +1,30 @@
+from libc.stdint cimport int32_t, int64_t
+from pagedcache.bookkeeping.types cimport pool_t, result_t, seq_t
+
+# One block of a write range that must become the sequence's own.
+cdef struct private_t:
+    seq_t *seq
+    int64_t index
+    int32_t old
+    int32_t new
+    bint copy                # the old block holds bytes that matter
+
+cdef struct write_t:
+    seq_t *seq
+    int64_t start
+    int64_t count
+    int64_t settled          # positions below it hold bytes (of this layer): rewriting copies
+
+cdef struct plan_t:
+    write_t *writes
+    int64_t num_writes
+    private_t *privates      # room for max_privates()
+    int64_t num_privates
+    int64_t num_copies
+    int64_t fresh            # blocks to take in all
+
+cdef int64_t max_privates(pool_t *p, write_t *writes, int64_t n) noexcept nogil
+cdef result_t plan_writes(pool_t *p, plan_t *plan) noexcept nogil
+cdef void take_privates(pool_t *p, plan_t *plan) noexcept nogil
+cdef void cancel_privates(pool_t *p, plan_t *plan) noexcept nogil
+cdef void apply_writes(pool_t *p, plan_t *plan) noexcept nogil

@@ -1,0 +1,123 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""Preparing a write: tables grow, and shared or cached blocks of the write range are replaced by
+the sequence's own (copy-on-write). One plan serves a single append and a whole batch step.
+
+plan_writes() checks everything and changes nothing that stays; take_privates() takes the new
+blocks so that bytes can be copied; apply_writes() cannot fail, cancel_privates() undoes.
+"""
+from libc.stdint cimport int32_t, int64_t
+
+from pagedcache.bookkeeping.block_pool cimport pin_block, release_block, take, unpin_block
+from pagedcache.bookkeeping.sequences cimport high_water, table_reserve
+from pagedcache.bookkeeping.types cimport *
+
+
+cdef int64_t max_privates(pool_t *p, write_t *writes, int64_t n) noexcept nogil:
+    """The most blocks of these ranges that lie in the tables as they are (lengths only)."""
+    cdef int64_t i, first, last, total = 0
+    for i in range(n):
+        if writes[i].count <= 0:
+            continue
+        first = writes[i].start // p.block_size
+        last = min(blocks_for(writes[i].start + writes[i].count, p.block_size),
+                   writes[i].seq.num_blocks)
+        total += max(<int64_t> 0, last - first)
+    return total
+
+
+cdef bint must_replace(pool_t *p, int32_t b, write_t *w) noexcept nogil:
+    return (p.refs[b] > 1 or p.node[b] != NONE or p.flags[b] & FLAG_MUST_COPY
+            or (p.pins[b] > 0 and w.start < w.settled))
+
+
+cdef result_t plan_one(pool_t *p, plan_t *plan, write_t *w) noexcept nogil:
+    cdef seq_t *s = w.seq
+    cdef int64_t end = w.start + w.count
+    cdef int64_t blocks = blocks_for(end, p.block_size)
+    cdef int64_t j, held
+    cdef int32_t b
+    cdef private_t *own
+    if s.freed:
+        return answer(E_FREED, s.serial)
+    if w.count <= 0:
+        return answer(OK)
+    if end > p.max_seq_len:
+        return answer(E_TOO_LONG, end, p.max_seq_len)
+    held = max(high_water(p, s), s.vouched)
+    for j in range(w.start // p.block_size, min(blocks, s.num_blocks)):
+        b = s.table[j]
+        if not must_replace(p, b, w):
+            continue
+        own = &plan.privates[plan.num_privates]
+        own.seq = s
+        own.index = j
+        own.old = b
+        own.new = NONE
+        own.copy = j * p.block_size < held
+        plan.num_privates += 1
+        plan.num_copies += own.copy
+        p.refs[b] -= 1                # so that the last holder of the batch keeps the block
+    plan.fresh += max(<int64_t> 0, blocks - s.num_blocks)
+    if blocks > s.num_blocks and not table_reserve(s, blocks):
+        return answer(E_MEMORY, blocks * 4)
+    return answer(OK)
+
+
+cdef result_t plan_writes(pool_t *p, plan_t *plan) noexcept nogil:
+    cdef int64_t i
+    cdef result_t r = answer(OK)
+    plan.num_privates = 0
+    plan.num_copies = 0
+    plan.fresh = 0
+    for i in range(plan.num_writes):
+        r = plan_one(p, plan, &plan.writes[i])
+        if r.code != OK:
+            break
+    for i in range(plan.num_privates):
+        p.refs[plan.privates[i].old] += 1
+    if r.code != OK:
+        return r
+    plan.fresh += plan.num_privates
+    if plan.fresh > num_free(p):
+        return answer(E_BLOCKS, plan.fresh, num_free(p), p.num_blocks)
+    return answer(OK)
+
+
+cdef void take_privates(pool_t *p, plan_t *plan) noexcept nogil:
+    """Take the new blocks and pin the old ones: bytes can be copied now."""
+    cdef int64_t i
+    for i in range(plan.num_privates):
+        pin_block(p, plan.privates[i].old)
+        plan.privates[i].new = take(p)
+
+
+cdef void cancel_privates(pool_t *p, plan_t *plan) noexcept nogil:
+    cdef int64_t i = plan.num_privates
+    while i > 0:
+        i -= 1
+        release_block(p, plan.privates[i].new)
+        unpin_block(p, plan.privates[i].old)
+
+
+cdef void apply_writes(pool_t *p, plan_t *plan) noexcept nogil:
+    """Put the own blocks into the tables and grow them."""
+    cdef int64_t i, blocks
+    cdef private_t *own
+    cdef write_t *w
+    for i in range(plan.num_privates):
+        own = &plan.privates[i]
+        own.seq.table[own.index] = own.new
+        release_block(p, own.old)
+        unpin_block(p, own.old)
+        p.count.cow_copies += own.copy
+    for i in range(plan.num_writes):
+        w = &plan.writes[i]
+        if w.count <= 0:
+            continue
+        blocks = blocks_for(w.start + w.count, p.block_size)
+        while w.seq.num_blocks < blocks:
+            w.seq.table[w.seq.num_blocks] = take(p)
+            w.seq.num_blocks += 1
+        if w.start <= max(w.seq.vouched, w.seq.computed):
+            w.seq.vouched = max(w.seq.vouched, w.start + w.count)
+    p.epoch += 1
