@@ -12,10 +12,10 @@ import numpy as np
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
 from pagedcache.bookkeeping.block_pool cimport (
-    BlockPool, drop, enter, fork_generation, leave, unpin_block,
+    BlockPool, drop, enter, fork_generation, leave, pin_block, unpin_block,
 )
 from pagedcache.bookkeeping.sequences cimport (
-    num_tokens, num_written, seq_destroy, seq_free, written_end,
+    high_water, num_tokens, num_written, seq_destroy, seq_free, written_end,
 )
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
@@ -139,6 +139,17 @@ cdef class SeqState:
         leave(self.pool.p)
         return n
 
+    def readable(self, layer):
+        """End of what may be read of a layer: its written end; where the sequence appends
+        nothing itself (store), the end of what was prepared for writing."""
+        cdef int64_t i = int_argument(layer, "layer", 0, self.pool.p.num_layers - 1)
+        self._enter()
+        cdef int64_t n = written_end(self.s, i)
+        if high_water(self.pool.p, self.s) == self.s.computed:
+            n = max(n, self.s.vouched)
+        leave(self.pool.p)
+        return n
+
     def tokens(self, start=0, stop=None):
         """The known tokens start … stop as a uint32 array (a copy)."""
         cdef int64_t known = self.num_known
@@ -248,15 +259,37 @@ cdef class Pin:
     def released(self):
         return self.pin == NULL
 
+    def part(self, start, stop):
+        """A pin of its own of the blocks ``start … stop`` (indices into block_ids)."""
+        cdef int64_t first = int_argument(start, "start", 0, 2**31)
+        cdef int64_t last = int_argument(stop, "stop", first, 2**31)
+        cdef Pin part = new_pin(self.pool, last - first)
+        cdef pool_t *p = self.pool.p
+        cdef int64_t i, held
+        enter_fast(p)
+        held = self.pin.count if self.pin != NULL else 0
+        if last <= held:
+            for i in range(first, last):
+                part.pin.blocks[i - first] = self.pin.blocks[i]
+                pin_block(p, self.pin.blocks[i])
+            part.pin.count = last - first
+        leave(p)
+        if last > held:
+            raise InvalidArgumentError(f"this pin holds {held} blocks, not {first}…{last}")
+        return part
+
     def release(self):
         """Let the blocks go; a second call does nothing."""
-        cdef pin_t *pin = self.pin
-        cdef pool_t *p
+        cdef pin_t *pin
+        cdef pool_t *p = self.pool.p
         cdef int64_t i
-        if pin == NULL:
+        if self.pin == NULL:
             return
-        p = self.pool.p
         enter_fast(p)
+        pin = self.pin                # read under the lock: two threads may release one pin
+        if pin == NULL:
+            leave(p)
+            return
         self.pin = NULL
         i = pin.count
         while i > 0:                  # tail first, as a sequence gives its blocks back
