@@ -146,7 +146,7 @@ def test_no_module_needs_a_framework_to_be_imported() -> None:
     """Frameworks, plotting, progress bars and test tools are imported where they are used."""
     banned = {"torch", "pycuda", "cupy", "matplotlib", "gguf", "hypothesis", "pytest", "tqdm"}
     for path in SOURCES:
-        if path.suffix != ".py":
+        if path.suffix != ".py" or path.stem.endswith("_peer"):  # loaded where the peer is there
             continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             names = {alias.name for alias in getattr(node, "names", [])}

@@ -42,7 +42,8 @@ def round_trip(name: str, k: np.ndarray, v: np.ndarray) -> tuple[float, float]:
 
 
 def figure(error: float) -> str:
-    return "0" if error == 0 else f"{error:.2e}" if error < 1e-3 else f"{error:.3g}"
+    """In per cent, three digits."""
+    return "0" if error == 0 else f"{100 * error:#.3g} %"
 
 
 def table() -> str:
