@@ -1,0 +1,151 @@
+"""Tools of the storage tests: a storage beside its reference, rows of every shape in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import reference_formats as formats
+from numpy.typing import NDArray
+from reference_storage import KINDS, ReferenceStorage
+
+from pagedcache.spec import CacheSpec
+from pagedcache.storage import CpuStorage
+
+Array = NDArray[Any]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+LAYOUTS = ("HND", "NHD")
+FORMATS = formats.ALL
+QUANTIZED = formats.QUANTIZED
+
+
+class Pair:
+    """A CpuStorage and a ReferenceStorage that are told the same."""
+
+    def __init__(
+        self,
+        k_format: str,
+        v_format: str | None = None,
+        *,
+        layout: str = "HND",
+        num_blocks: int = 4,
+        layers: int = 1,
+        heads: int = 2,
+        dim: int = 33,
+        block_size: int = 4,
+        slabs: Any = None,
+    ) -> None:
+        v_format = k_format if v_format is None else v_format
+        self.spec = CacheSpec(
+            layers, heads, dim, block_size, k_format=k_format, v_format=v_format, layout=layout
+        )
+        self.storage = CpuStorage(self.spec, num_blocks, slabs)
+        self.reference = ReferenceStorage(
+            layers, heads, dim, block_size, k_format, v_format, layout, num_blocks
+        )
+
+    def fill(self, byte: int) -> None:
+        """Set every byte of both."""
+        for kind in KINDS:
+            self.reference.blocks[kind][:] = byte
+            for layer in range(self.spec.num_layers):
+                raw_slab(self.storage, layer, kind)[:] = byte
+
+    def store(self, layer: int, k: Array, v: Array, slots: Any, policy: str = "raise") -> None:
+        slots = np.asarray(slots, np.int64)
+        ready = self.storage.check_rows(layer, k, v, len(slots), policy)
+        self.storage.store(layer, *ready, slots, policy)
+        shape = (len(slots), self.spec.num_kv_heads, self.spec.head_dim)
+        self.reference.store(layer, k.reshape(shape), v.reshape(shape), slots)
+
+    def fill_random(self, seed: int = 0) -> None:
+        """Store random rows in every slot of every layer."""
+        rng = np.random.default_rng(seed)
+        slots = np.arange(self.storage.num_blocks * self.spec.block_size)
+        shape = (len(slots), self.spec.num_kv_heads, self.spec.head_dim)
+        for layer in range(self.spec.num_layers):
+            k, v = (rng.standard_normal(shape).astype(np.float32) for _ in KINDS)
+            self.store(layer, k, v, slots)
+
+    def assert_equal(self) -> None:
+        """Every byte of every slab, padding included."""
+        for kind in KINDS:
+            for layer in range(self.spec.num_layers):
+                np.testing.assert_array_equal(
+                    raw_slab(self.storage, layer, kind), self.reference.blocks[kind][layer]
+                )
+
+
+def raw_slab(storage: CpuStorage, layer: int, kind: Any) -> NDArray[np.uint8]:
+    """Return a slab's blocks as uint8 [num_blocks, block_nbytes], writable, not copied."""
+    slab = storage.slab_array(layer, kind, writable=True)
+    raw = slab.reshape(len(slab), -1).view(np.uint8)
+    assert np.shares_memory(raw, slab)
+    return raw
+
+
+def snapshot(storage: CpuStorage) -> list[bytes]:
+    """Return every stored byte, for "nothing has changed"."""
+    return [
+        raw_slab(storage, layer, kind).tobytes()
+        for layer in range(storage.spec.num_layers)
+        for kind in KINDS
+    ]
+
+
+def bits(x: Array) -> Array:
+    """Return the bits of a float array, so that NaN equals itself."""
+    x = np.ascontiguousarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(len(x), x.shape[1] * x.shape[2])
+
+
+def _read_only(x: Array) -> Array:
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def _transposed(x: Array) -> Array:
+    return np.ascontiguousarray(x.transpose(2, 1, 0)).transpose(2, 1, 0)
+
+
+def _head_major(x: Array) -> Array:
+    return np.ascontiguousarray(x.transpose(1, 0, 2)).transpose(1, 0, 2)
+
+
+def _every_other(x: Array) -> Array:
+    wide = np.zeros((2 * len(x), x.shape[1] * 3, x.shape[2] * 2), x.dtype)
+    wide[::2, ::3, ::2] = x
+    return wide[::2, ::3, ::2]
+
+
+def _backwards(x: Array) -> Array:
+    return np.ascontiguousarray(x[::-1, ::-1, ::-1])[::-1, ::-1, ::-1]
+
+
+def _misaligned(x: Array) -> Array:
+    memory = np.zeros(x.nbytes + 1, np.uint8)
+    shifted = memory[1:].view(x.dtype).reshape(x.shape)
+    shifted[:] = x
+    return shifted
+
+
+#: The same rows [n, heads, dim] lying in memory in different ways (CASE C45).
+ARRANGEMENTS: dict[str, Callable[[Array], Array]] = {
+    "contiguous": np.ascontiguousarray,
+    "flat": _flat,
+    "read-only": _read_only,
+    "transposed": _transposed,
+    "head-major": _head_major,
+    "strided": _every_other,
+    "backwards": _backwards,
+    "misaligned": _misaligned,
+}
