@@ -125,6 +125,29 @@ cdef inline void to_blank(pool_t *p, int32_t b) noexcept nogil:
     p.num_blank += 1
 
 
+cdef void forget_block(pool_t *p, int32_t b) noexcept nogil:
+    """Take a block (in no list) out of the index.
+
+    A block outlives its parent only where a view kept it longer; then the idle blocks that nothing
+    can reach any more become blank, so that they are reused before any that can be hit.
+    """
+    cdef int32_t at, following
+    cdef bint again = index_unregister(p, b)
+    while again:
+        again = False
+        at = p.oldest
+        while at != NONE:
+            following = p.next[at]
+            p.steps += 1
+            if (p.index.nodes[p.node[at]].parent != 0
+                    and alive(p, p.index.nodes[p.node[at]].parent) == NONE):
+                unlink_idle(p, at)
+                p.num_idle -= 1
+                again = index_unregister(p, at) or again
+                to_blank(p, at)
+            at = following
+
+
 # ---------------------------------------------------------------- one block
 cdef int32_t take(pool_t *p) noexcept nogil:
     """Hand out one block with one reference. The caller has checked that there is one."""
@@ -140,7 +163,7 @@ cdef int32_t take(pool_t *p) noexcept nogil:
         b = p.oldest
         unlink_idle(p, b)
         p.num_idle -= 1
-        index_unregister(p, b)
+        forget_block(p, b)
         p.count.evicted_blocks += 1
         p.count.evicted_tokens += p.block_size
     p.refs[b] = 1
@@ -161,7 +184,7 @@ cdef void retire(pool_t *p, int32_t b) noexcept nogil:
         n = &p.index.nodes[p.node[b]]
         parent = alive(p, n.parent)
         if p.prev[b] != NONE or p.next[b] != NONE or (n.parent != 0 and parent == NONE):
-            index_unregister(p, b)    # another copy is resident, or nothing can reach this one
+            forget_block(p, b)        # another copy is resident, or nothing can reach this one
         else:
             link_newest(p, b)
             p.num_idle += 1

@@ -123,6 +123,17 @@ cdef void order_moves(pool_t *p, relocation_t *r) noexcept nogil:
         r.num_blocks += 1
 
 
+cdef int64_t place_of(pool_t *p, seq_t *s) noexcept nogil:
+    """Where a sequence stands in the pool: the lowest id that it alone holds, so that packing a
+    packed pool moves nothing; the lowest id of all when it shares every block."""
+    cdef int64_t i, own = p.num_blocks, any = p.num_blocks
+    for i in range(s.num_blocks):
+        any = min(any, <int64_t> s.table[i])
+        if p.refs[s.table[i]] == 1:
+            own = min(own, <int64_t> s.table[i])
+    return own if own < p.num_blocks else any
+
+
 cdef result_t plan_defragment(pool_t *p, relocation_t *r) noexcept nogil:
     """Pack used and idle blocks into the lowest ids; each sequence's blocks in a row, in the order
     of their present first blocks, a shared block with its first holder."""
@@ -148,9 +159,7 @@ cdef result_t plan_defragment(pool_t *p, relocation_t *r) noexcept nogil:
     s = p.first
     while s != NULL:
         order[n].seq = s
-        order[n].key = p.num_blocks
-        for i in range(s.num_blocks):
-            order[n].key = min(order[n].key, <int64_t> s.table[i])
+        order[n].key = place_of(p, s)
         n += 1
         s = s.next
     qsort(order, n, sizeof(keyed_t), by_key)

@@ -229,7 +229,7 @@ cdef bint index_register(pool_t *p, int32_t block, uint64_t parent, const uint32
     cdef uint8_t *kept = NULL
     cdef uint32_t size = <uint32_t> extra_size
     cdef node_t *n
-    cdef int32_t bucket
+    cdef int32_t bucket, parent_slot
     if slot == NONE:
         if length >= MAX_PROBES:
             x.refused += 1
@@ -248,6 +248,10 @@ cdef bint index_register(pool_t *p, int32_t block, uint64_t parent, const uint32
             return False
         n = &x.nodes[slot]
         n.parent = parent
+        n.children = 0
+        parent_slot = alive(p, parent)
+        if parent_slot != NONE:
+            x.nodes[parent_slot].children += 1
         n.extra = kept
         n.hash = <uint32_t> (h >> 32)
         memcpy(tokens_of(p, slot), tokens, p.block_size * sizeof(uint32_t))
@@ -306,6 +310,9 @@ cdef void bury(pool_t *p, int32_t slot) noexcept nogil:
         x.nodes[n.partial_next].partial_prev = n.partial_prev
     pc_release(n.extra)
     n.extra = NULL
+    at = alive(p, n.parent)
+    if at != NONE:
+        x.nodes[at].children -= 1
     n.block = NONE
     n.generation += 1
     if n.generation != 0xffffffffu:     # a slot whose generations are used up stays dead
@@ -313,8 +320,11 @@ cdef void bury(pool_t *p, int32_t slot) noexcept nogil:
         x.free_slot = slot
 
 
-cdef void index_unregister(pool_t *p, int32_t block) noexcept nogil:
-    """Forget a used block as a copy of its node (its links are the list of copies)."""
+cdef bint index_unregister(pool_t *p, int32_t block) noexcept nogil:
+    """Forget a used block as a copy of its node (its links are the list of copies).
+
+    True: the node is dead now and left living nodes behind it, which nothing can reach any more.
+    """
     cdef int32_t slot = p.node[block]
     cdef node_t *n = &p.index.nodes[slot]
     if p.prev[block] != NONE:
@@ -326,8 +336,10 @@ cdef void index_unregister(pool_t *p, int32_t block) noexcept nogil:
     p.node[block] = NONE
     p.num_cached -= 1
     p.steps += 1
-    if n.block == NONE:
-        bury(p, slot)
+    if n.block != NONE:
+        return False
+    bury(p, slot)
+    return n.children > 0
 
 
 cdef void index_move(pool_t *p, int32_t slot, int32_t block) noexcept nogil:
