@@ -167,6 +167,8 @@ class CpuStorage:
         first, num_tokens = self._range(start, stop)
         ids = as_ids(block_ids)
         available = len(ids) * self.spec.block_size
+        if not num_tokens:
+            first = 0  # an empty range needs no block
         if first + num_tokens > available:
             raise InvalidPositionError(first + num_tokens, available, "past the blocks given")
         if dtype is None:
