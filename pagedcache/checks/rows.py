@@ -1,0 +1,141 @@
+"""Checks of bytes: rows in, rows out, where they lie, and what sources and outputs may be."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from pagedcache.errors import NonFiniteError
+
+from .block_bytes import block_bytes
+from .bounds import error_bound
+from .compare import equal, raises, require, same_bits
+from .reference import saturate
+from .registry import Context
+from .stage import Stage
+
+
+def round_trip(context: Context) -> None:
+    """Rows appended in uneven steps read back bit for bit, and within the format's bound."""
+    with Stage(context) as stage:
+        steps = [int(n) for n in stage.rng.integers(0, 2 * stage.block_size, 6)]
+        k, v = stage.rows(sum(steps))
+        with stage.cache.open() as seq:
+            done = 0
+            for step in steps:
+                stage.append(seq, k[:, done : done + step], v[:, done : done + step])
+                done += step
+                stage.expect(seq, k, v, stop=done)
+            got = seq.gather(1, dtype=np.float32)
+        for kind, given, read in zip("kv", (k[1], v[1]), got, strict=True):
+            inside = np.abs(read - given) <= error_bound(stage.formats[kind], given)
+            require(bool(inside.all()), f"{kind}: an error is larger than the format's bound")
+        stage.unused()
+
+
+def sources_and_outputs(context: Context) -> None:
+    """float32, float16 and bfloat16 rows in, in any memory order; the same three out."""
+    dtypes = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+    with Stage(context) as stage:
+        n = stage.block_size + 3
+        for source in dtypes:
+            k, v = (rows.astype(source) for rows in stage.rows(n))
+            with stage.cache.open() as seq:
+                for layer in range(stage.num_layers):
+                    # K as [n, heads * dim]; V as a reversed view of a reversed copy.
+                    backwards = np.ascontiguousarray(v[layer, ::-1])[::-1]
+                    seq.append(layer, k[layer].reshape(n, -1), backwards)
+                stage.expect(seq, k.astype(np.float32), v.astype(np.float32))
+                for output in dtypes:
+                    got = seq.gather(0, dtype=output)
+                    for kind, given, read in zip("kv", (k[0], v[0]), got, strict=True):
+                        want = stage.stored(kind, given.astype(np.float32)).astype(output)
+                        same_bits(read, want, f"{kind} {source} in, {output} out")
+
+
+def block_layout(context: Context) -> None:
+    """The bytes of a block lie where the layout and the packing say."""
+    with Stage(context) as stage:
+        size = stage.block_size
+        k, v = stage.rows(2 * size)
+        with stage.cache.open() as seq:
+            stage.append(seq, k, v)
+            for layer in range(stage.num_layers):
+                views = list(seq.views(layer))
+                equal([view.start for view in views], [0, size], "starts of the views")
+                for view in views:
+                    span = slice(view.start, view.start + view.length)
+                    for kind, got, rows in (("k", view.k, k), ("v", view.v, v)):
+                        name = stage.formats[kind]
+                        want = block_bytes(name, context.layout, rows[layer, span])
+                        if got.dtype != np.uint8:  # a float view is head-major in both layouts
+                            want = block_bytes(name, "HND", rows[layer, span])
+                            got = np.ascontiguousarray(got).reshape(-1).view(np.uint8)
+                        same_bits(got.reshape(-1)[: want.size], want, f"layer {layer} {kind}")
+                del views, view, got  # a view pins its block
+        stage.unused()
+
+
+def gather_ranges(context: Context) -> None:
+    """Any range of a sequence whose blocks lie scattered comes out contiguous and in order."""
+    with Stage(context) as stage:
+        fillers = [stage.cache.open(stage.tokens(stage.block_size)) for _ in range(8)]
+        for filler in fillers[::2]:
+            filler.free()
+        with stage.cache.open(stage.tokens(5 * stage.block_size + 1)) as seq:
+            k, v = stage.fill(seq)
+            n = k.shape[1]
+            for start, stop in np.sort(stage.rng.integers(0, n + 1, (12, 2)), axis=1).tolist():
+                stage.expect(seq, k, v, start, stop)
+            shape = (n, stage.num_kv_heads, stage.head_dim)
+            out = np.empty(shape, np.float32), np.empty(shape, np.float32)
+            seq.gather(0, out=out, dtype=np.float32)
+            same_bits(out[0], stage.stored("k", k[0]), "K into the caller's array")
+            same_bits(out[1], stage.stored("v", v[0]), "V into the caller's array")
+
+
+def store_by_slots(context: Context) -> None:
+    """One call stores the rows of many sequences; slot -1 writes nothing."""
+    with Stage(context) as stage:
+        counts = [stage.block_size + 3, 1, 2 * stage.block_size]
+        seqs = [stage.cache.open(stage.tokens(n)) for n in counts]
+        slots = stage.cache.prepare(seqs, counts)
+        equal(len(slots), sum(counts), "length of the slot mapping")
+        k, v = stage.rows(sum(counts))
+        for layer in range(stage.num_layers):
+            stage.cache.store(layer, k[layer], v[layer], slots)
+        bounds = np.cumsum([0, *counts])
+        # The same rows once more in another order, every third one left out, over new values.
+        order = stage.rng.permutation(sum(counts))
+        raw = np.asarray(slots)[order]
+        raw[::3] = -1
+        new_k, new_v = stage.rows(sum(counts))
+        for layer in range(stage.num_layers):
+            stage.cache.store(layer, new_k[layer][order], new_v[layer][order], raw)
+        kept = order[1::3].tolist() + order[2::3].tolist()
+        k[:, kept], v[:, kept] = new_k[:, kept], new_v[:, kept]
+        for seq, start, stop in zip(seqs, bounds[:-1], bounds[1:], strict=True):
+            seq.commit(int(stop - start))
+            stage.expect(seq, k[:, start:stop], v[:, start:stop])
+            seq.free()
+        stage.unused()
+
+
+def nonfinite(context: Context) -> None:
+    """NaN and Inf: refused with nothing changed, or saturated inside their own group."""
+    dense = context.k_format in ("float32", "float16", "bfloat16")
+    with Stage(context) as stage:
+        k, v = stage.rows(stage.block_size)
+        bad = k.copy()
+        bad[:, 1, 0, :3] = np.nan, np.inf, -np.inf
+        bad[:, 2, -1, :] = np.nan
+        with stage.cache.open() as seq:
+            if dense:
+                stage.append(seq, bad, v)
+                stage.expect(seq, bad, v)
+                return
+            raises(NonFiniteError, lambda: seq.append(0, bad[0], v[0]), "NaN under 'raise'")
+            equal(seq.num_written, 0, "rows written by a refused append")
+            for layer in range(stage.num_layers):
+                seq.append(layer, bad[layer], v[layer], on_nonfinite="saturate")
+            stage.expect(seq, saturate(bad), v)
