@@ -1,0 +1,65 @@
+"""Measure the library: every figure next to a plain copy or to a peer, taken in the same run.
+
+Contenders take turns and the median of at least 7 runs after a warm-up is printed. gbps_moved
+counts bytes read plus bytes written; pct_of_copy is its share of what memcpy moves at the same
+size; peer_ratio is the peer's time over ours (above 1: we are faster). Peers that are not
+installed leave the columns empty. One thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator
+
+from ..output import note, whole_number
+
+HELP = "speed beside memcpy and beside peers: convert quantize store gather pool prefix"
+AREAS = ("convert", "quantize", "store", "gather", "pool", "prefix")
+_MIN_RUNS = 7
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("areas", nargs="*", metavar="AREA", help=f"of {' '.join(AREAS)} (default: all)")
+    add("-o", "--output", choices=("md", "csv", "json"), default="md")
+    add("--runs", type=whole_number(_MIN_RUNS, 1000), default=_MIN_RUNS,
+        help="interleaved runs after the warm-up (default and least: 7)")
+    add("--sizes", default="4MiB,64MiB,256MiB", metavar="LIST",
+        help="bytes of float32 for convert and quantize (default 4MiB,64MiB,256MiB)")
+    add("--format", action="append", metavar="NAME",
+        help="only this storage format (quantize, store, gather); may be given again")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0, or 2 for an area, size or format that does not exist."""
+    from pagedcache.errors import InvalidArgumentError
+    from pagedcache.formats import FORMATS
+    from pagedcache.sizes import parse_size
+
+    from .rows import Options, Row, print_rows
+
+    formats = tuple(args.format or FORMATS)
+    unknown = [area for area in args.areas if area not in AREAS]
+    unknown += [name for name in formats if name not in FORMATS]
+    if unknown:
+        note(f"pagedcache bench: no area or format {', '.join(unknown)}; areas are "
+             f"{' '.join(AREAS)}, formats are {' '.join(FORMATS)}")
+        return 2
+    try:
+        # Whole rows of 1024 values, as gguf wants them.
+        sizes = tuple(parse_size(size) // 4096 * 4096 for size in args.sizes.split(","))
+    except InvalidArgumentError as error:
+        note(f"pagedcache bench: --sizes: {error}")
+        return 2
+    if not all(sizes):
+        note("pagedcache bench: --sizes: the least size is 4KiB")
+        return 2
+    options = Options(args.runs, sizes, formats)
+
+    def rows() -> Iterator[Row]:
+        for area in args.areas or AREAS:
+            yield from importlib.import_module(f"{__name__}.{area}").rows(options)
+
+    print_rows(rows(), args.output)
+    return 0

@@ -1,0 +1,174 @@
+"""Prompts and decode steps: match, open, commit, free, and a batch step of 256 sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import pagedcache
+
+from . import peers
+from .rows import Options, Row, measure
+from .timing import Timer, staged, timed
+
+BLOCK_SIZE = 16
+PROMPT = 32_768
+SEQUENCES = 256
+_NUM_BLOCKS = 3 * PROMPT // BLOCK_SIZE
+_CONTEXT = 1000  # tokens of each sequence before it decodes
+
+
+def _cache() -> pagedcache.PagedKVCache:
+    spec = pagedcache.CacheSpec(
+        num_layers=1, num_kv_heads=1, head_dim=64, block_size=BLOCK_SIZE
+    )
+    return pagedcache.PagedKVCache(spec, _NUM_BLOCKS, storage=None, partial_block_reuse=0)
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """One long prompt, hit and cold, then decode steps; peer: vLLM's cache manager."""
+    yield from _hit(options)
+    yield from _cold(options)
+    yield from _decode(options)
+
+
+def _hit(options: Options) -> Iterator[Row]:
+    # One token more than the blocks hold, so that all of them hit and none is copied.
+    prompt = np.random.default_rng(0).integers(0, 2**31, PROMPT + 1, dtype=np.uint32)
+    listed = prompt.tolist()
+    cache, held = _cache(), list[Any]()
+    with cache.open(prompt) as seq:
+        seq.commit(len(prompt))
+    with cache.open(prompt) as seq:
+        if seq.num_cached_tokens != PROMPT:
+            raise AssertionError("the prompt does not hit: not timed")
+
+    def opened(tokens: Any) -> Timer:
+        return staged(
+            lambda: None, lambda: held.append(cache.open(tokens)), lambda: held.pop().free(), 5
+        )
+
+    opens = {"ours": opened(prompt)}
+    from_list = {"ours": opened(listed)}
+    frees: dict[str, Timer] = {
+        "ours": staged(
+            lambda: held.append(cache.open(prompt)), lambda: held[-1].free(), held.clear, 5
+        )
+    }
+    probes: dict[str, Timer] = {"ours": timed(lambda: cache.probe(prompt))}
+    vllm = peers.vllm()
+    if vllm is not None:
+        manager, theirs = vllm.Manager(_NUM_BLOCKS, BLOCK_SIZE), []
+        manager.free(manager.open(listed))
+        request = manager.request(listed)
+        opens["vllm"] = from_list["vllm"] = staged(
+            lambda: None,
+            lambda: theirs.append(manager.open(listed)),
+            lambda: manager.free(theirs.pop()),
+        )
+        frees["vllm"] = staged(
+            lambda: theirs.append(manager.open(listed)),
+            lambda: manager.free(theirs[-1]),
+            theirs.clear,
+        )
+        probes["vllm, hashed before"] = timed(lambda: manager.match(request))
+    for variant, timers in (
+        ("open, full hit", opens),
+        ("open, full hit, list", from_list),
+        ("match only (probe)", probes),
+        ("free after a hit", frees),
+    ):
+        yield from measure("prefix", variant, None, PROMPT, 1, timers, options.runs)
+    cache.close()
+
+
+def _cold(options: Options) -> Iterator[Row]:
+    """Open and commit a prompt that nobody has seen, in a pool that has room for it."""
+    rng = np.random.default_rng(1)
+    cache = _cache()
+    state: dict[str, Any] = {}
+
+    def fresh() -> None:
+        state["tokens"] = rng.integers(0, 2**31, PROMPT, dtype=np.uint32)
+        state["list"] = state["tokens"].tolist()
+        cache.reset_prefix_cache()
+
+    def open_ours() -> None:
+        state["seq"] = cache.open(state["tokens"])
+
+    def commit_ours() -> None:
+        state["seq"].commit(PROMPT)
+
+    def both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+        return lambda: (first(), second())[-1]
+
+    free_ours: Callable[[], None] = lambda: state["seq"].free()  # noqa: E731
+    admits: dict[str, Timer] = {"ours": staged(fresh, both(open_ours, commit_ours), free_ours)}
+    opens: dict[str, Timer] = {"ours": staged(fresh, open_ours, free_ours)}
+    commits: dict[str, Timer] = {"ours": staged(both(fresh, open_ours), commit_ours, free_ours)}
+    frees: dict[str, Timer] = {
+        "ours": staged(both(fresh, both(open_ours, commit_ours)), free_ours)
+    }
+    vllm = peers.vllm()
+    if vllm is not None:
+        manager = vllm.Manager(_NUM_BLOCKS, BLOCK_SIZE)
+
+        def fresh_peer() -> None:
+            fresh()
+            manager.manager.reset_prefix_cache()
+
+        def open_peer() -> None:
+            state["request"] = manager.open(state["list"])
+
+        def free_peer() -> None:
+            manager.free(state["request"])
+
+        admits["vllm"] = staged(fresh_peer, open_peer, free_peer)
+        frees["vllm"] = staged(both(fresh_peer, open_peer), free_peer)
+    for variant, timers in (
+        ("open cold + commit", admits),
+        ("open cold", opens),
+        ("commit", commits),
+        ("free after commit", frees),
+    ):
+        yield from measure("prefix", variant, None, PROMPT, 1, timers, options.runs)
+    cache.close()
+
+
+def _decode(options: Options) -> Iterator[Row]:
+    """One token for each of 256 sequences: slots, computed length, token history."""
+    rng = np.random.default_rng(2)
+    prompts = rng.integers(0, 2**31, (SEQUENCES, _CONTEXT), dtype=np.uint32)
+    spec = pagedcache.CacheSpec(
+        num_layers=1, num_kv_heads=1, head_dim=64, block_size=BLOCK_SIZE
+    )
+    num_blocks = 4 * SEQUENCES * _CONTEXT // BLOCK_SIZE
+    cache = pagedcache.PagedKVCache(spec, num_blocks, storage=None)
+    seqs = [cache.open(prompt) for prompt in prompts]
+    for seq in seqs:
+        seq.commit(_CONTEXT)
+    ones = np.ones(SEQUENCES, np.int64)
+
+    def step() -> None:
+        cache.prepare(seqs, ones)
+        for seq in seqs:
+            seq.append_token(7)
+            seq.commit(1)
+
+    repeats = 8
+    timers: dict[str, Timer] = {"ours": staged(lambda: None, step, repeats=repeats)}
+    vllm = peers.vllm()
+    if vllm is not None:
+        manager = vllm.Manager(num_blocks, BLOCK_SIZE)
+        requests = [manager.open(prompt.tolist()) for prompt in prompts]
+        timers["vllm, no slots"] = staged(
+            lambda: None, lambda: manager.step(requests, 7), repeats=repeats
+        )
+    yield from measure("prefix", "decode step", None, SEQUENCES, SEQUENCES, timers, options.runs)
+    slots: dict[str, Timer] = {"ours": staged(lambda: None, lambda: cache.prepare(seqs, ones))}
+    yield from measure(
+        "prefix", "prepare only", None, SEQUENCES, SEQUENCES, slots, options.runs
+    )
+    cache.close()

@@ -1,0 +1,135 @@
+"""Rows into blocks by slot mapping: a prefill, and one token for each of many sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import pagedcache
+
+from . import peers
+from .rows import Options, Row, measure
+from .timing import Timer, timed
+
+HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
+PREFILL, BATCH = 2048, 256
+_SOURCES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+
+
+def make_cache(name: str, layout: str, num_tokens: int) -> pagedcache.PagedKVCache:
+    """A cache of one layer with twice the blocks that ``num_tokens`` need."""
+    spec = pagedcache.CacheSpec(
+        num_layers=1, num_kv_heads=HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE,
+        kv_format=name, layout=layout, on_nonfinite="saturate",
+    )
+    return pagedcache.PagedKVCache(spec, 2 * -(-num_tokens // BLOCK_SIZE), partial_block_reuse=0)
+
+
+def scattered(cache: pagedcache.PagedKVCache, num_seqs: int, tokens_each: int) -> list[Any]:
+    """Sequences whose blocks do not follow one another in the pool."""
+    rng = np.random.default_rng(1)
+    fillers = [cache.open([0]) for _ in range(cache.num_blocks)]
+    for i in rng.permutation(len(fillers)):
+        fillers[i].free()
+    return [
+        cache.open(rng.integers(0, 2**32, tokens_each, dtype=np.uint32)) for _ in range(num_seqs)
+    ]
+
+
+def make_rows(count: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Random K and V ``[count, HEADS, HEAD_DIM]``."""
+    k, v = np.random.default_rng(2).standard_normal((2, count, HEADS, HEAD_DIM), np.float32)
+    return k.astype(dtype), v.astype(dtype)
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """Every source dtype into every format and layout; peers: a NumPy scatter, vLLM's CPU op."""
+    for name in options.formats:
+        for layout in ("HND", "NHD"):
+            for source in _SOURCES:
+                for what, num_seqs, each in (("prefill", 1, PREFILL), ("decode", BATCH, 1)):
+                    yield from _one(options, name, layout, source, what, num_seqs, each)
+
+
+def _one(
+    options: Options, name: str, layout: str, source: Any, what: str, num_seqs: int, each: int
+) -> Iterator[Row]:
+    # One sequence per decode token, each with a block of its own.
+    count = num_seqs * each
+    with make_cache(name, layout, num_seqs * max(each, BLOCK_SIZE)) as cache:
+        seqs = scattered(cache, num_seqs, each)
+        slots = cache.prepare(seqs, [each] * num_seqs)
+        k, v = make_rows(count, source)
+        cache.store(0, k, v, slots)
+        got, _ = seqs[0].gather(0, 0, each, dtype=np.float32)
+        error = np.abs(got - k[:each].astype(np.float32)).max()
+        if not error < 0.8:  # one step of a 4-bit format for values up to 5
+            raise AssertionError(f"store of {name} reads back wrong by {error}: not timed")
+        stored = int(2 * count * HEADS * HEAD_DIM * cache.spec.k_format.bytes_per_value)
+        given = k.nbytes + v.nbytes
+        plain, target = np.ones(given, np.uint8), np.empty(given, np.uint8)
+        timers: dict[str, Timer] = {
+            "ours": timed(lambda: cache.store(0, k, v, slots)),
+            "copy": timed(lambda: np.copyto(target, plain)),
+        }
+        if not cache.spec.k_format.is_quantized:
+            timers["numpy"] = _numpy(cache, layout, k, v, np.asarray(slots))
+        timers |= _vllm(name, layout, k, v, np.asarray(slots), cache.num_blocks)
+        variant = f"{source.name}, {layout}, {what} {count}"
+        yield from measure(
+            "store", variant, name, given, count, timers, options.runs, given + stored
+        )
+
+
+def _numpy(
+    cache: pagedcache.PagedKVCache, layout: str, k: np.ndarray, v: np.ndarray, slots: np.ndarray
+) -> Timer:
+    inner = (HEADS, BLOCK_SIZE) if layout == "HND" else (BLOCK_SIZE, HEADS)
+    dtype = cache.spec.k_format.dtype
+    slabs = [np.zeros((cache.num_blocks, *inner, HEAD_DIM), dtype) for _ in range(2)]
+    blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+
+    def scatter() -> None:
+        for slab, given in zip(slabs, (k, v), strict=True):
+            if layout == "HND":
+                slab[blocks, :, offsets] = given.astype(dtype, copy=False)
+            else:
+                slab[blocks, offsets] = given.astype(dtype, copy=False)
+
+    return timed(scatter)
+
+
+def _vllm(
+    name: str, layout: str, k: np.ndarray, v: np.ndarray, slots: np.ndarray, num_blocks: int
+) -> dict[str, Timer]:
+    """vLLM's CPU cache write; it stores bfloat16 only, and converts other sources first."""
+    torch = peers.torch()
+    if name != "bfloat16" or layout != "HND" or torch is None or peers.vllm() is None:
+        return {}
+    from vllm import _custom_ops as ops
+
+    shape = (num_blocks, HEADS, 2 * BLOCK_SIZE, HEAD_DIM)
+    slab = torch.zeros(shape, dtype=torch.bfloat16)
+    key_cache, value_cache = slab.chunk(2, dim=2)
+    given = [_tensor(torch, array) for array in (k, v)]
+    where = torch.from_numpy(np.array(slots))
+
+    def write() -> None:
+        key, value = (x.to(torch.bfloat16) for x in given)
+        ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, where, "vec")
+
+    try:
+        write()
+    except Exception as error:  # a build without this op
+        peers.note(f"peer vllm: its cache write is not used ({type(error).__name__}: {error})")
+        return {}
+    return {"vllm": timed(write)}
+
+
+def _tensor(torch: Any, array: np.ndarray) -> Any:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
