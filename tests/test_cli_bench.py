@@ -1,0 +1,153 @@
+"""``pagedcache bench``: the rows, their formats, and the timing rules."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+import pytest
+from cli_tools import run
+
+from pagedcache.cli.bench import peers
+from pagedcache.cli.bench.rows import measure
+from pagedcache.cli.bench.timing import medians, staged, timed
+
+Capture = pytest.CaptureFixture[str]
+COLUMNS = [
+    "op", "variant", "format", "size", "gbps_moved", "pct_of_copy", "ns_per_item", "peer",
+    "peer_ratio", "runs",
+]
+
+
+@pytest.fixture(autouse=True)
+def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without optional peers the same rows come on every machine."""
+    monkeypatch.setattr(peers, "torch", lambda: None)
+    monkeypatch.setattr(peers, "vllm", lambda: None)
+    monkeypatch.setattr(peers, "gguf_types", dict)
+
+
+def bench(capsys: Capture, *argv: str) -> list[dict[str, Any]]:
+    done = run(capsys, "bench", *argv, "-o", "json")
+    assert (done.code, done.err) == (0, "")
+    rows: list[dict[str, Any]] = done.json()
+    for row in rows:
+        assert list(row) == COLUMNS
+        assert row["runs"] >= 7 and row["ns_per_item"] > 0
+        assert (row["peer"] is None) == (row["peer_ratio"] is None)
+    return rows
+
+
+def test_bytes_rows(capsys: Capture) -> None:
+    rows = bench(capsys, "convert", "quantize", "--sizes", "64KiB", "--format", "q8")
+    assert [row["variant"] for row in rows] == [
+        "f32→float16", "float16→f32", "f32→bfloat16", "bfloat16→f32", "f32→q8", "q8→f32",
+    ]
+    for row in rows:
+        assert row["size"] == 65536
+        assert row["gbps_moved"] > 0 and row["pct_of_copy"] > 0
+    assert [row["peer"] for row in rows] == ["numpy"] * 4 + [None] * 2
+
+
+def test_store_and_gather_rows(capsys: Capture) -> None:
+    rows = bench(capsys, "store", "gather", "--format", "bfloat16", "--format", "q4")
+    store = [row for row in rows if row["op"] == "store"]
+    # 2 formats x 2 layouts x 3 source dtypes x prefill and decode
+    assert len(store) == 24
+    assert {row["peer"] for row in store if row["format"] == "bfloat16"} == {"numpy"}
+    assert {row["peer"] for row in store if row["format"] == "q4"} == {None}
+    gather = [row["variant"] for row in rows if row["op"] == "gather"]
+    assert len(gather) == 6 and "HND→bfloat16, 2048 tokens" in gather
+
+
+def test_pool_and_prefix_rows(capsys: Capture) -> None:
+    rows = bench(capsys, "pool", "prefix")
+    variants = [row["variant"] for row in rows]
+    for wanted in ("allocate one", "free 2048", "allocate 2048, all cached", "open, full hit",
+                   "open, full hit, list", "open cold + commit", "decode step"):
+        assert wanted in variants
+    growth = [row["size"] for row in rows if row["variant"] == "allocate + free 512"]
+    assert growth == [10**3, 10**5, 10**7]
+    assert all(row["gbps_moved"] is None for row in rows)
+
+
+def test_csv_and_md(capsys: Capture) -> None:
+    argv = ["bench", "convert", "--sizes", "4KiB"]
+    done = run(capsys, *argv, "-o", "csv")
+    table = list(csv.DictReader(io.StringIO(done.out)))
+    assert list(table[0]) == COLUMNS and len(table) == 4
+    lines = run(capsys, *argv).lines
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == COLUMNS
+    assert set(lines[1]) == {"|", "-", " "} and len(lines) == 6
+    assert len({line.count("|") for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["nonsense"], ["store", "--format", "q5"], ["--sizes", "1KiB"], ["--sizes", "2G"],
+     ["--runs", "6"]],
+)
+def test_usage(capsys: Capture, argv: list[str]) -> None:
+    done = run(capsys, "bench", *argv)
+    assert (done.code, done.out) == (2, "")
+    assert done.err
+
+
+def test_missing_peer_is_noted_once(capsys: Capture) -> None:
+    capsys.readouterr()
+    assert peers.optional("no_such_peer_anywhere") is None
+    assert peers.optional("no_such_peer_anywhere") is None
+    printed = capsys.readouterr().err
+    assert printed.count("peer no_such_peer_anywhere: not used (ModuleNotFoundError") == 1
+
+
+def test_contenders_take_turns_after_a_warm_up() -> None:
+    calls: list[str] = []
+
+    def timer(name: str, seconds: list[float]) -> Any:
+        def measured() -> float:
+            calls.append(name)
+            return seconds.pop(0)
+
+        return measured
+
+    times = medians(
+        {"a": timer("a", [99.0, 1, 2, 3]), "b": timer("b", [99.0, 5, 50, 6])}, runs=3
+    )
+    assert calls == ["a", "b"] * 4
+    assert times == {"a": 2, "b": 6}
+
+
+def test_staged_restores_and_counts_only_the_function() -> None:
+    calls: list[str] = []
+    timer = staged(
+        lambda: calls.append("prepare"), lambda: calls.append("work"),
+        lambda: calls.append("restore"), repeats=2,
+    )
+    assert 0 <= timer() < 1
+    assert calls == ["prepare", "work", "restore"] * 2
+
+
+def test_rows_do_the_arithmetic() -> None:
+    def seconds(value: float) -> Any:
+        return lambda: value
+
+    timers = {"ours": seconds(2e-3), "copy": seconds(1e-3), "x": seconds(6e-3), "y": seconds(1e-3)}
+    # 3 MB moved in 2 ms is 1.5 GB/s; a copy of 4 MB in 1 ms moves 8 GB/s.
+    rows = list(measure("op", "v", None, 4_000_000, 1000, timers, 7, moved=3_000_000))
+    assert [(row.gbps_moved, row.pct_of_copy, row.ns_per_item) for row in rows] == [
+        (1.5, 18.75, 2000.0)
+    ] * 2
+    assert [(row.peer, row.peer_ratio) for row in rows] == [("x", 3.0), ("y", 0.5)]
+
+
+def test_timed_repeats_short_functions() -> None:
+    count = 0
+
+    def work() -> None:
+        nonlocal count
+        count += 1
+
+    assert timed(work)() < 1e-3
+    assert count > 100
