@@ -1,0 +1,124 @@
+"""Where layers live and how many blocks a budget of memory holds.
+
+Every layer has a device. Only ``"cpu"`` exists in this build; the tables are per layer all the
+same, so that a placement is one fact kept in one place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagedcache.arguments import as_count, as_layer
+from pagedcache.errors import CudaUnavailableError, DeviceError, InvalidArgumentError
+from pagedcache.sizes import format_size, parse_size
+from pagedcache.spec import CacheSpec
+
+#: Block ids are int32.
+MAX_BLOCKS = 2**31 - 1
+
+_CUDA = re.compile(r"cuda(:[0-9]{1,4})?|gpu(:[0-9]{1,4})?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The device of every layer of one cache."""
+
+    devices: tuple[str, ...]
+
+    def layer_device(self, layer: int) -> str:
+        """Device of ``layer`` ("cpu"); ``InvalidArgumentError`` when there is no such layer."""
+        return self.devices[as_layer(layer, len(self.devices))]
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether any layer lives on a GPU."""
+        return any(device != "cpu" for device in self.devices)
+
+    @property
+    def distinct(self) -> tuple[str, ...]:
+        """The devices in use, each once, in the order of their first layer."""
+        return tuple(dict.fromkeys(self.devices))
+
+    def __str__(self) -> str:
+        return "+".join(self.distinct)
+
+
+def resolve_placement(device: Any, num_layers: int) -> Placement:
+    """The placement that ``device`` asks for: one name, or a list with one name per layer.
+
+    Raises ``CudaUnavailableError`` for ``"cuda"`` and ``"cuda:N"``, ``DeviceError`` for a name
+    that is no device, ``InvalidArgumentError`` for a list of the wrong length.
+    """
+    if isinstance(device, str) or not isinstance(device, Sequence):
+        return Placement((_check_device(device),) * num_layers)
+    if len(device) != num_layers:
+        raise InvalidArgumentError(
+            f"device lists {len(device)} devices for {num_layers} layers; give one per layer, or "
+            "one name for all"
+        )
+    return Placement(tuple(_check_device(name) for name in device))
+
+
+def _check_device(name: Any) -> str:
+    if isinstance(name, str):
+        if name == "cpu":
+            return "cpu"
+        if _CUDA.fullmatch(name):
+            raise CudaUnavailableError(
+                f"this build of pagedcache has no CUDA support yet, so {name!r} cannot be used; "
+                'use device="cpu"'
+            )
+    raise DeviceError('"cpu"', repr(name), "device")
+
+
+def resolve_num_blocks(
+    spec: CacheSpec, placement: Placement, num_blocks: Any, memory: Any
+) -> int:
+    """The number of blocks that exactly one of ``num_blocks`` and ``memory`` asks for.
+
+    ``memory``: bytes, a text like ``"2GiB"``, or a mapping with one of these per device, of
+    which the smallest count rules. Raises ``InvalidArgumentError`` when both or none are given,
+    a device of the placement is missing from the mapping or an unknown one is in it, or the
+    memory does not hold one block.
+    """
+    if (num_blocks is None) == (memory is None):
+        raise InvalidArgumentError("give exactly one of num_blocks and memory")
+    if memory is None:
+        return as_count(num_blocks, "num_blocks", least=1, most=MAX_BLOCKS)
+    budgets = _budgets(placement, memory)
+    counts = []
+    for device, nbytes in budgets.items():
+        block_nbytes = device_block_nbytes(spec, placement, device)
+        if nbytes < block_nbytes:
+            raise InvalidArgumentError(
+                f"memory of {format_size(nbytes)} on {device} does not hold one block of "
+                f"{block_nbytes:,} bytes; give more memory or make blocks smaller"
+            )
+        counts.append(nbytes // block_nbytes)
+    return min(*counts, MAX_BLOCKS)
+
+
+def _budgets(placement: Placement, memory: Any) -> dict[str, int]:
+    devices = placement.distinct
+    if not isinstance(memory, Mapping):
+        if len(devices) > 1:
+            raise InvalidArgumentError(
+                f"layers live on {', '.join(devices)}: give memory as a mapping with an entry for "
+                "each"
+            )
+        memory = {devices[0]: memory}
+    if set(memory) != set(devices):
+        raise InvalidArgumentError(
+            f"memory names the devices {sorted(map(str, memory))}, the layers live on "
+            f"{sorted(devices)}; give one entry for each device in use"
+        )
+    return {device: parse_size(memory[device]) for device in devices}
+
+
+def device_block_nbytes(spec: CacheSpec, placement: Placement, device: str) -> int:
+    """Bytes of one block on ``device``: K and V of the layers that live there."""
+    layers = sum(1 for name in placement.devices if name == device)
+    return layers * (spec.layer_block_nbytes("k") + spec.layer_block_nbytes("v"))
