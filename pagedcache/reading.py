@@ -1,0 +1,267 @@
+"""The reading half of a sequence's handle: lengths, tables, slots, gathered arrays and views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceABC
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pagedcache.arguments import as_count, as_layer, as_position
+from pagedcache.arrays import row_format
+from pagedcache.errors import InvalidArgumentError, InvalidPositionError
+from pagedcache.guards import NoCopy
+from pagedcache.views import BlockView, PackedView, ViewList, ViewSource
+
+if TYPE_CHECKING:
+    from pagedcache.bookkeeping import SeqState
+    from pagedcache.cache import PagedKVCache
+    from pagedcache.spec import CacheSpec
+
+Array = np.ndarray[Any, Any]
+
+
+class SequenceReading(NoCopy):
+    """What a ``Sequence`` shows. Arrays returned are snapshots: valid memory, perhaps stale."""
+
+    __slots__ = ("__weakref__", "_cache", "_state", "request_id", "seq_id")
+
+    seq_id: int
+    """Unique id, never reused; serves the id-based style (``cache.sequence(seq_id)``)."""
+    request_id: Any
+    """The caller's own name for the request, or None."""
+
+    def __init__(self, cache: PagedKVCache, state: SeqState, request_id: Any = None) -> None:
+        self._cache, self._state = cache, state
+        self.seq_id = int(state.serial)
+        self.request_id = request_id
+
+    # ---- lengths -------------------------------------------------------------------------
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens computed (committed)."""
+        return int(self._state.seq_len)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known or opened for; bounds ``truncate``."""
+        return int(self._state.num_tokens)
+
+    @property
+    def num_written(self) -> int:
+        """Least of the layers' own written ends (``append``); ``store`` leaves it alone."""
+        return int(self._state.num_written)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens found in the prefix cache at open: they need no compute."""
+        return int(self._state.num_cached_tokens)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the table."""
+        return int(self._state.num_blocks)
+
+    @property
+    def tokens(self) -> Array:
+        """Known tokens, uint32 ``[n]``, a copy: from the start up to the first of unknown value."""
+        return self._state.tokens()
+
+    def written(self, layer: int) -> int:
+        """Written end of one layer, in tokens."""
+        return int(self._state.written(as_layer(layer, self._cache.spec.num_layers)))
+
+    @property
+    def freed(self) -> bool:
+        """Whether ``free()`` was called or the cache is closed."""
+        return bool(self._state.freed)
+
+    # ---- geometry ------------------------------------------------------------------------
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._cache.spec.block_size
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Longest length allowed, or None."""
+        return self._cache.spec.max_seq_len
+
+    def layer_device(self, layer: int) -> str:
+        """Device of a layer: ``"cpu"``."""
+        return self._cache.layer_device(layer)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether any layer lives on a GPU."""
+        return self._cache.is_on_gpu
+
+    # ---- tables and slots ----------------------------------------------------------------
+
+    @property
+    def block_table(self) -> Array:
+        """Block ids in token order, int32 ``[num_blocks]``, read-only snapshot."""
+        return self._state.block_table()
+
+    def layer_block_ids(self, layer: int, num_blocks: int | None = None) -> Array:
+        """The first ``num_blocks`` block ids of a layer (all for None), int32, read-only.
+
+        Today every layer has the same table. Raises ``InvalidPositionError`` past its end.
+        """
+        as_layer(layer, self._cache.spec.num_layers)
+        table = self.block_table
+        if num_blocks is None:
+            return table
+        count = as_count(num_blocks, "num_blocks")
+        if count > len(table):
+            raise InvalidPositionError(count, len(table), "blocks in the table")
+        return table[:count]
+
+    def slot_mapping(self, start: int, stop: int) -> Array:
+        """Slots of positions ``start … stop - 1``, int64, for READING.
+
+        ``store`` refuses those that lie in shared or cached blocks; ``prepare`` gives slots for
+        writing. Raises ``InvalidPositionError`` unless 0 <= start <= stop <= the table's end.
+        """
+        return self._state.slot_mapping(as_position(start, "start"), as_position(stop, "stop"))
+
+    def block_for_position(self, position: int) -> int:
+        """Id of the block that holds a position; ``InvalidPositionError`` past the table."""
+        return int(self._state.block_for_position(as_position(position, "position")))
+
+    def block_offset(self, position: int) -> int:
+        """Offset of a position inside its block; ``InvalidPositionError`` past the table."""
+        place = as_position(position, "position")
+        self._state.block_for_position(place)
+        return place % self._cache.spec.block_size
+
+    # ---- bytes ---------------------------------------------------------------------------
+
+    def gather(
+        self,
+        layer: int,
+        start: int = 0,
+        stop: int | None = None,
+        dtype: Any = None,
+        out: tuple[Array, Array] | None = None,
+    ) -> tuple[Array, Array]:
+        """K and V of positions ``start … stop - 1``, contiguous and in token order.
+
+        Each ``[stop - start, num_kv_heads, head_dim]`` of ``dtype`` (float32, float16 or
+        bfloat16): by default the stored dtype where K and V share a float format, else float32.
+        ``stop`` defaults to the layer's written end, or the computed length where ``store`` wrote;
+        past that, only positions that ``prepare`` made writable can be read. ``out``: a pair of
+        arrays of that shape to fill, which are returned; their dtype is the default then.
+
+        Raises ``InvalidPositionError``, ``ShapeError`` or ``FormatError`` (also with
+        ``storage=None``).
+        """
+        storage, layer, start, stop, pin = self._pin(layer, start, stop)
+        with pin:
+            spec = self._cache.spec
+            k_out, v_out = _check_out(out)
+            if dtype is None:
+                dtype = k_out.dtype if k_out is not None else _stored_dtype(spec)
+            return storage.gather(layer, pin.block_ids, start, stop, dtype, k_out, v_out)
+
+    def views(
+        self, layer: int, start: int = 0, stop: int | None = None, dtype: Any = None
+    ) -> ViewList:
+        """Per block a ``BlockView`` (K, V, start, length, device) of positions start … stop - 1.
+
+        Read-only and cut to the length. Float formats: no copy. Quantised formats: the blocks'
+        bytes with their format, or dequantised copies when ``dtype`` is given. ``stop`` and errors
+        as for ``gather``. The blocks are pinned until the views are released or collected.
+        """
+        return self._views(BlockView, layer, start, stop, dtype)
+
+    def packed_views(
+        self, layer: int, start: int = 0, stop: int | None = None, dtype: Any = None
+    ) -> ViewList:
+        """As ``views``, each a ``PackedView`` with block_size, head_dim and num_kv_heads too."""
+        return self._views(PackedView, layer, start, stop, dtype)
+
+    def _views(
+        self, kind: type[BlockView], layer: int, start: int, stop: int | None, dtype: Any
+    ) -> ViewList:
+        shown = None if dtype is None else row_format(dtype).dtype
+        storage, layer, start, stop, pin = self._pin(layer, start, stop)
+        cache = self._cache
+        source = ViewSource(storage, cache.spec, layer, cache.layer_device(layer), shown)
+        return ViewList(source, kind, pin, start, stop)
+
+    def _pin(self, layer: Any, start: Any, stop: Any) -> tuple[Any, int, int, int, Any]:
+        """Pin the blocks of a checked range; ``(storage, layer, start, stop, pin)``."""
+        cache, state = self._cache, self._state
+        ledger, storage = cache._ledger, cache._storage
+        storage.nbytes  # noqa: B018 - a cache without bytes refuses here, before anything else
+        layer = as_layer(layer, cache.spec.num_layers)
+        first = as_position(start, "start")
+        if stop is None:
+            last = int(state.written(layer))
+        else:
+            # Slots behind this hold whatever the block's last owner left there.
+            last, readable = as_position(stop, "stop"), int(state.readable(layer))
+            if last > readable:
+                raise InvalidPositionError(last, readable, "only what was written can be read")
+        return storage, layer, first, last, ledger.pin_range(state, first, last)
+
+    def __repr__(self) -> str:
+        name = f" {self.request_id!r}" if self.request_id is not None else ""
+        if self.freed:
+            return f"<Sequence {self.seq_id}{name}: freed>"
+        return (
+            f"<Sequence {self.seq_id}{name}: {self.seq_len} of {self.num_tokens} tokens computed, "
+            f"{self.num_blocks} blocks>"
+        )
+
+
+class AppendedViews(NoCopy, SequenceABC[Any]):
+    """The views that ``append`` returns: taken, and their blocks pinned, when first looked at."""
+
+    __slots__ = ("_layer", "_seq", "_stop", "_taken")
+
+    def __init__(self, seq: SequenceReading, layer: int, stop: int) -> None:
+        self._seq, self._layer, self._stop = seq, layer, stop
+        self._taken: ViewList | None = None
+
+    def _views(self) -> ViewList:
+        if self._taken is None:
+            self._taken = self._seq.views(self._layer, 0, self._stop)
+        return self._taken
+
+    def __len__(self) -> int:
+        return -(-self._stop // self._seq.block_size)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._views()[index]
+
+    def __iter__(self) -> Iterator[BlockView]:
+        return iter(self._views())
+
+    def release(self) -> None:
+        """Let go of the blocks; nothing happens when they were never looked at."""
+        if self._taken is not None:
+            self._taken.release()
+
+    def __repr__(self) -> str:
+        return f"<AppendedViews of {len(self)} blocks: tokens 0…{self._stop - 1}>"
+
+
+def _stored_dtype(spec: CacheSpec) -> np.dtype[Any]:
+    same = spec.k_format == spec.v_format and not spec.k_format.is_quantized
+    return spec.k_format.dtype if same else np.dtype(np.float32)
+
+
+def _check_out(out: Any) -> tuple[Array | None, Array | None]:
+    if out is None:
+        return None, None
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise InvalidArgumentError("out must be a pair of arrays (k, v)")
+    for array, name in zip(out, ("k", "v"), strict=True):
+        if not isinstance(array, np.ndarray):
+            raise InvalidArgumentError(f"out: {name} is {type(array).__name__}, not a NumPy array")
+    return out[0], out[1]
