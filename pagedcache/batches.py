@@ -1,0 +1,146 @@
+"""Batch paths for engines: one call a step for many sequences, and the tables kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pagedcache.arguments import as_count, as_layer
+from pagedcache.arrays import as_slots
+from pagedcache.bookkeeping import SlotMapping
+from pagedcache.errors import InvalidArgumentError
+from pagedcache.sequence import Sequence, states_of
+
+if TYPE_CHECKING:
+    from pagedcache.spec import CacheSpec
+
+Array = np.ndarray[Any, Any]
+
+
+class PageTable(NamedTuple):
+    """CSR page table, int32, as FlashInfer takes it."""
+
+    kv_indptr: Array
+    """``[num_seqs + 1]``: where each sequence's ids start in ``kv_indices``."""
+    kv_indices: Array
+    """``[total blocks]``: block ids, sequence by sequence, in token order."""
+    kv_last_page_len: Array
+    """``[num_seqs]``: tokens in each last block, 1…block_size (0 only for an empty row)."""
+
+
+class BatchPaths:
+    """Mixin of ``PagedKVCache``: prepare, store and exports for many sequences in one call."""
+
+    spec: CacheSpec
+    _ledger: Any
+    _storage: Any
+
+    def prepare(self, seqs: Iterable[Sequence], counts: Any) -> SlotMapping:
+        """Make the next ``counts[i]`` positions of every ``seqs[i]`` writable, in one step.
+
+        Grows the tables and copies shared or cached blocks in the write ranges (copy-on-write),
+        all or nothing. Returns one checked ``SlotMapping`` (int64, ``sum(counts)`` slots in the
+        order of ``seqs``) that serves every layer, until blocks move or change hands.
+
+        Raises ``OutOfBlocksError``, ``SequenceTooLongError`` or ``InvalidArgumentError`` (a
+        sequence given twice or of another cache, counts that do not match) with nothing changed.
+        """
+        states = states_of(seqs)
+        mapping: SlotMapping = self._ledger.prepare(states, _as_list(counts, "counts"))
+        return mapping
+
+    def store(
+        self,
+        layer: int,
+        k: Any,
+        v: Any,
+        slot_mapping: SlotMapping | Any,
+        on_nonfinite: str | None = None,
+    ) -> None:
+        """Write K and V of many tokens of one layer: token ``i`` goes to ``slot_mapping[i]``.
+
+        ``k`` and ``v``: ``[num_tokens, num_kv_heads, head_dim]`` or
+        ``[num_tokens, num_kv_heads * head_dim]`` of float32, float16 or bfloat16. ``slot_mapping``
+        is what ``prepare`` returned, or int64 slots of the caller's own (-1 skips a token), which
+        are checked in full each time.
+
+        Raises, before any byte is written, ``ShapeError``, ``FormatError`` (also with
+        ``storage=None``), ``DeviceError``, ``NonFiniteError``, ``StaleMappingError`` (blocks
+        moved or changed hands since ``prepare``), ``SlotError`` (out of range, given twice, in a
+        shared, cached or free block) or ``PendingCopyError``.
+        """
+        storage, ledger = self._storage, self._ledger
+        layer = as_layer(layer, self.spec.num_layers)
+        prepared = isinstance(slot_mapping, SlotMapping)
+        slots = slot_mapping if prepared else as_slots(slot_mapping, "slot_mapping")
+        k, v = storage.check_rows(layer, k, v, len(slots), on_nonfinite)
+        with ledger.pin_mapping(slots) if prepared else ledger.pin_slots(slots) as pin:
+            storage.store(layer, k, v, pin.slots, on_nonfinite)
+
+    def block_tables(
+        self, seqs: Iterable[Sequence], lengths: Any = None, *, group: int = 0
+    ) -> Array:
+        """Block ids of many sequences, int32 ``[num_seqs, max_blocks]``, padded with id 0.
+
+        Row i has the ``ceil(length / block_size)`` blocks of sequence i; ``lengths`` default to
+        ``seq_len``. ``[]`` gives shape (0, 0). Raises ``InvalidPositionError`` for a length past
+        a table.
+        """
+        _only_group(group)
+        states = states_of(seqs)
+        return self._ledger.block_tables(states, _as_lengths(lengths))
+
+    def page_table(
+        self,
+        seqs: Iterable[Sequence],
+        lengths: Any = None,
+        allow_empty: bool = False,
+        *,
+        group: int = 0,
+    ) -> PageTable:
+        """Block ids of many sequences as CSR (``PageTable``), with the fill of each last block.
+
+        A sequence of length 0 raises ``InvalidPositionError`` that names it, or with
+        ``allow_empty`` gives an empty row with last length 0. ``lengths`` as for
+        ``block_tables``.
+        """
+        _only_group(group)
+        states = states_of(seqs)
+        rows = self._ledger.page_table(states, _as_lengths(lengths), bool(allow_empty))
+        return PageTable(*rows)
+
+    def take_block_copies(self) -> tuple[Array, int]:
+        """Block copies the engine must make: int32 ``[n, 2]`` of (src, dst), and a ticket.
+
+        For ``storage=None``. The list is right in order and in parallel: no dst is another pair's
+        src or dst; longer chains come in the next call. Both ends stay referenced until
+        ``copies_done(ticket)``, and ``commit``, ``store`` and ``defragment`` on them are refused
+        before it. A cache with bytes of its own copies by itself and always gives ``[0, 2]``.
+        """
+        pairs, ticket = self._ledger.take_block_copies()
+        return pairs, int(ticket)
+
+    def copies_done(self, ticket: int) -> None:
+        """The copies of ``ticket`` are made; ``InvalidArgumentError`` for an unknown ticket."""
+        self._ledger.copies_done(as_count(ticket, "ticket"))
+
+
+def _as_list(values: Any, name: str) -> list[Any]:
+    """One integer per sequence as a list; number and values are the ledger's to check."""
+    if type(values) is list:
+        return values
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        kind = type(values).__name__
+        raise InvalidArgumentError(f"{name} must be one integer per sequence, got {kind}")
+    return list(values)
+
+
+def _as_lengths(lengths: Any) -> list[Any] | None:
+    return None if lengths is None else _as_list(lengths, "lengths")
+
+
+def _only_group(group: Any) -> None:
+    # Layers may fall into groups with tables of their own one day; there is one group now.
+    as_count(group, "group", most=0)

@@ -1,0 +1,302 @@
+"""``PagedKVCache``: the whole cache. The only place where ids meet bytes.
+
+The façade ties three parts and adds no policy of its own: the ledger (ids, counts, tables,
+prefixes; knows no bytes), the storage (bytes by slot; knows no sequence) and the handles. A write
+is always the same four steps::
+
+    storage.check_rows   every array validated, nothing changed
+    ledger.begin_append  the write range made private and pinned, under the ledger's lock
+    storage.store        bytes move, no lock held, the GIL released
+    ledger.end_append    the written end advances, the pin goes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pagedcache.arguments import as_count
+from pagedcache.arrays import as_tokens
+from pagedcache.batches import BatchPaths
+from pagedcache.bookkeeping import Ledger
+from pagedcache.errors import FormatError, InvalidArgumentError, PagedCacheError
+from pagedcache.guards import NO_STORAGE, Gone, NoCopy, freed
+from pagedcache.handles import Handles
+from pagedcache.hashing import encode_root, validate_extra_keys
+from pagedcache.ids import IdStyle
+from pagedcache.placement import resolve_num_blocks, resolve_placement
+from pagedcache.sequence import Sequence
+from pagedcache.sizes import format_size
+from pagedcache.spec import CacheSpec
+from pagedcache.storage import CpuStorage
+from pagedcache.upkeep import Upkeep
+
+
+class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
+    """K and V of many sequences in fixed-size blocks of one pool, all taken at the start.
+
+    ``spec``: a ``CacheSpec``. Exactly one of ``num_blocks`` and ``memory`` (bytes, a text like
+    ``"2GiB"``, or a mapping with one per device, of which the smallest count rules) sizes the
+    pool. ``spec.storage_nbytes(num_blocks)`` says beforehand what it will take, the logger
+    ``"pagedcache"`` says it (level INFO) before it is taken, and so does the error when it cannot
+    be had.
+
+    ``device``: ``"cpu"``, or a list with one device per layer. ``storage``: ``"own"`` allocates;
+    ``None`` keeps ids, tables and prefixes only, for engines that own their tensors (see
+    ``take_block_copies``); ``(k_slabs, v_slabs)`` adopts the caller's arrays, one per layer.
+
+    ``partial_block_reuse``: least number of tokens of a partly matching block worth copying, 0
+    for whole blocks only; by default a quarter of a block. ``eviction``: ``"lru"``.
+
+    Thread-safe: any mix of calls on different handles; readers beside the one writer of a handle.
+    A context manager: leaving the block closes it. It cannot be copied or pickled, and belongs to
+    the process that made it (``ForkedProcessError`` in a forked child).
+
+    Raises ``InvalidArgumentError``, ``DeviceError``, ``CudaUnavailableError``, ``FormatError`` /
+    ``ShapeError`` (adopted slabs) or ``StorageMemoryError``; nothing is kept then.
+    """
+
+    #: Tests of hash collisions replace it; the index compares tokens whatever the hash says.
+    _hash_mask = 2**64 - 1
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        num_blocks: int | None = None,
+        *,
+        memory: Any = None,
+        device: Any = "cpu",
+        storage: Any = "own",
+        partial_block_reuse: int | None = None,
+        eviction: str = "lru",
+    ) -> None:
+        # First of all, so that close() and repr() work on an instance that was refused.
+        self._ledger: Any = freed("this cache")
+        self._storage: Any = freed("this cache")
+        self._handles = Handles()
+        if not isinstance(spec, CacheSpec):
+            raise InvalidArgumentError(f"spec must be a CacheSpec, got {type(spec).__name__}")
+        self.spec = spec
+        self._placement = resolve_placement(device, spec.num_layers)
+        self.num_blocks = resolve_num_blocks(spec, self._placement, num_blocks, memory)
+        partial = _check_policies(spec, partial_block_reuse, eviction)
+        bytes_kept = self._make_storage(storage)
+        movers = _Movers(bytes_kept)
+        self._movers = movers
+        self._ledger = Ledger(
+            self.num_blocks,
+            spec.block_size,
+            num_layers=spec.num_layers,
+            max_seq_len=spec.max_seq_len,
+            partial_block_reuse=partial,
+            mover=None if bytes_kept is None else movers.copy,
+            move_mover=None if bytes_kept is None else movers.move,
+            deferred_copies=bytes_kept is None,
+            hash_mask=self._hash_mask,
+        )
+        self._storage = NO_STORAGE if bytes_kept is None else bytes_kept
+
+    def _make_storage(self, storage: Any) -> CpuStorage | None:
+        if storage is None:
+            return None
+        if isinstance(storage, str):
+            if storage != "own":
+                raise FormatError('"own", None or (k_slabs, v_slabs)', repr(storage), "storage")
+            _announce(self.spec.storage_nbytes(self.num_blocks), self.num_blocks)
+            return CpuStorage(self.spec, self.num_blocks)
+        if not isinstance(storage, (tuple, list)) or len(storage) != 2:
+            raise FormatError(
+                '"own", None or (k_slabs, v_slabs)', type(storage).__name__, "storage"
+            )
+        return CpuStorage(self.spec, self.num_blocks, slabs=tuple(storage))
+
+    # ---- life ----------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close()`` was called."""
+        return isinstance(self._ledger, Gone)
+
+    def close(self) -> None:
+        """Free all sequences and give the storage back; idempotent.
+
+        Handles raise ``FreedHandleError`` from now on. Arrays of live views stay valid; the
+        memory goes back to the system when the last of them is gone.
+        """
+        ledger = self._ledger
+        states = self._handles.close()
+        self._ledger = self._storage = freed("this cache")
+        if isinstance(ledger, Gone):
+            return
+        try:
+            for state in states:
+                ledger.free(state)
+        except PagedCacheError:
+            pass  # in a forked child: what the parent's handles hold is not ours to give back
+        # Calls and views in flight hold the storage by themselves; it goes with the last of them.
+        self._movers.storage = None
+
+    def __enter__(self) -> PagedKVCache:
+        self._ledger.layout_epoch  # noqa: B018 - refuses on a closed cache
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- sequences -----------------------------------------------------------------------
+
+    def open(
+        self,
+        tokens: Any = (),
+        salt: bytes | str | None = b"",
+        *,
+        extra_keys: Any = (),
+        adapter: bytes | str | None = None,
+        request_id: Any = None,
+        resumed: bool = False,
+        allocate_upto: int | None = None,
+    ) -> Sequence:
+        """Open a sequence: match the longest cached prefix of ``tokens``, take blocks for the rest.
+
+        ``tokens``: list, tuple, range or integer array of values 0…2^32 - 1. At least the last
+        token is always left to compute: ``seq.num_cached_tokens <= len(tokens) - 1``. Blocks are
+        taken for all tokens, or for the first ``allocate_upto`` (``prepare`` grows the table
+        later); a fresh block for a partly matched last one is taken and filled now.
+
+        ``salt`` and ``adapter`` (bytes or str) isolate: no hit across different ones.
+        ``extra_keys``: ``[(start, stop, bytes), …]`` names content behind tokens (images).
+        ``request_id``: a name of the caller's own that no live sequence may have.
+        ``resumed``: the request was preempted and comes back; its hits are counted apart.
+
+        Raises ``OutOfBlocksError`` (only if the prompt would not fit cold either),
+        ``SequenceTooLongError`` or ``InvalidArgumentError``, with nothing changed.
+        """
+        checked = as_tokens(tokens)
+        root = encode_root(salt, adapter)
+        extras = validate_extra_keys(extra_keys) if extra_keys != () else []
+        upto = -1 if allocate_upto is None else as_count(allocate_upto, "allocate_upto")
+        return self._admit(
+            lambda ledger: ledger.open(
+                checked, root, extras, allocate_upto=upto, resumed=bool(resumed)
+            ),
+            request_id,
+        )
+
+    def probe(
+        self,
+        tokens: Any,
+        salt: bytes | str | None = b"",
+        *,
+        extra_keys: Any = (),
+        adapter: bytes | str | None = None,
+    ) -> int:
+        """Tokens that ``open`` would find cached; counts nothing and touches nothing."""
+        extras = validate_extra_keys(extra_keys)
+        return int(self._ledger.probe(as_tokens(tokens), encode_root(salt, adapter), extras))
+
+    def blocks_needed(
+        self,
+        tokens: Any,
+        salt: bytes | str | None = b"",
+        *,
+        extra_keys: Any = (),
+        adapter: bytes | str | None = None,
+        allocate_upto: int | None = None,
+    ) -> int:
+        """Blocks that ``open`` would take beyond its hits now; counts and touches nothing."""
+        return int(
+            self._ledger.blocks_needed(
+                as_tokens(tokens),
+                encode_root(salt, adapter),
+                validate_extra_keys(extra_keys),
+                allocate_upto=-1 if allocate_upto is None
+                else as_count(allocate_upto, "allocate_upto"),
+            )
+        )
+
+    def _admit(self, make: Callable[[Any], Any], request_id: Any) -> Sequence:
+        """The registered handle of the state that ``make(ledger)`` returns."""
+        handles, ledger = self._handles, self._ledger
+        if request_id is None:
+            seq = Sequence(self, make(ledger))
+            handles.add(seq)
+            return seq
+        handles.claim(request_id)
+        try:
+            seq = Sequence(self, make(ledger), request_id)
+            handles.add(seq)
+        finally:
+            handles.unclaim(request_id)
+        return seq
+
+    # ---- geometry ------------------------------------------------------------------------
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.spec.block_size
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Device of every layer."""
+        return self._placement.devices
+
+    def layer_device(self, layer: int) -> str:
+        """Device of one layer; ``InvalidArgumentError`` when there is no such layer."""
+        return self._placement.layer_device(layer)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether any layer lives on a GPU."""
+        return self._placement.is_on_gpu
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        formats = spec.k_format.name
+        if spec.v_format != spec.k_format:
+            formats += f"/{spec.v_format.name}"
+        head = f"<PagedKVCache: {self.num_blocks:,} blocks of {spec.block_size} tokens, {formats}"
+        ledger = self._ledger
+        if isinstance(ledger, Gone):
+            return f"{head}, closed>"
+        where = "no storage" if self._storage is NO_STORAGE else str(self._placement)
+        used = ledger.pool.num_used_blocks
+        return f"{head} on {where}, {used:,} used, {format_size(self.total_capacity)}>"
+
+
+class _Movers:
+    """What the ledger calls to move bytes: forwards to the storage until the cache is closed.
+
+    Handles keep the ledger alive; through this object they do not keep the storage alive too.
+    """
+
+    __slots__ = ("storage",)
+
+    def __init__(self, storage: CpuStorage | None) -> None:
+        self.storage: Any = storage
+
+    def copy(self, src: Any, dst: Any, rows: Any) -> None:
+        storage = self.storage
+        if storage is not None:
+            storage.copy_blocks(src, dst, rows)
+
+    def move(self, moves: Any) -> None:
+        storage = self.storage
+        if storage is not None:
+            storage.move_blocks(moves)
+
+
+def _check_policies(spec: CacheSpec, partial_block_reuse: Any, eviction: Any) -> int:
+    if eviction != "lru":
+        raise InvalidArgumentError(f'eviction must be "lru", the only policy, got {eviction!r}')
+    if partial_block_reuse is None:
+        return max(1, spec.block_size // 4)
+    return as_count(partial_block_reuse, "partial_block_reuse")
+
+
+def _announce(nbytes: int, num_blocks: int) -> None:
+    import logging  # not needed to import the package
+
+    logging.getLogger("pagedcache").info(
+        "taking %s (%d bytes) for K and V of %d blocks", format_size(nbytes), nbytes, num_blocks
+    )
