@@ -55,6 +55,8 @@ def as_ids(x: Any, what: str = "block ids") -> np.ndarray[Any, np.dtype[np.int32
 
 def _as_integers(x: Any, what: str, dtype: np.dtype[Any], low: int, high: int) -> Any:
     if isinstance(x, np.ndarray):
+        if type(x) is np.ndarray and x.dtype == dtype and x.ndim == 1 and x.flags.c_contiguous:
+            return x
         return _from_array(x, what, dtype, low, high)
     if isinstance(x, range):
         return _from_range(x, what, dtype, low, high)
@@ -76,6 +78,8 @@ def _has_buffer(x: Any) -> bool:
 def _from_array(x: np.ndarray[Any, Any], what: str, dtype: Any, low: int, high: int) -> Any:
     if x.dtype.kind not in "iu":
         raise InvalidArgumentError(f"{what}: expected an integer array, got dtype {x.dtype}")
+    if type(x) is not np.ndarray and isinstance(x, np.ma.MaskedArray):
+        raise InvalidArgumentError(f"{what}: got a masked array; fill it first")
     if x.ndim != 1:
         raise InvalidArgumentError(f"{what}: expected a flat array, got shape {x.shape}")
     if x.dtype != dtype and x.size:
@@ -148,6 +152,10 @@ def row_format(dtype: Any, what: str = "dtype") -> KVFormat:
     Raises :class:`FormatError` that names the dtype for every other one, and for one in the
     other byte order.
     """
+    if isinstance(dtype, np.dtype):
+        found = row_dtypes().get(dtype)  # the common case; the other byte order is not equal
+        if found is not None:
+            return found
     if isinstance(dtype, str) and dtype in FORMATS:
         dtype = FORMATS[dtype].dtype if not FORMATS[dtype].is_quantized else dtype
     try:
@@ -181,7 +189,7 @@ def as_float_array(x: Any, what: str) -> np.ndarray[Any, Any]:
         except (TypeError, ValueError, RuntimeError) as error:
             got = f"{type(x).__name__} that is no array ({_short(str(error))})"
             raise FormatError(f"an array of {_ROW_NAMES}", got, what) from None
-    elif isinstance(x, np.ma.MaskedArray):
+    elif type(x) is not np.ndarray and isinstance(x, np.ma.MaskedArray):
         raise FormatError(f"an array of {_ROW_NAMES}", "a masked array; fill it first", what)
     row_format(x.dtype, what)
     # As a plain ndarray: a subclass (numpy.matrix) may reshape in its own way.

@@ -121,6 +121,7 @@ def test_tokens_out_of_range(given: Any, index: int, value: int) -> None:
         (np.array(["a"]), "<U1"),
         (np.array([1, 2], object), "object"),
         (np.array([1j]), "complex128"),
+        (np.ma.masked_array(np.ones(2, np.uint32)), "masked"),
         (np.array(1), "shape ()"),
         (np.ones((2, 2), np.int64), "shape (2, 2)"),
     ],
@@ -243,8 +244,12 @@ def test_foreign_containers_of_rows() -> None:
     data = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
     for given in (OnlyAnArrayInterface(data), memoryview(data)):
         assert np.shares_memory(arrays.as_rows(given, "k", 3, 4), data)
-    matrix = arrays.as_rows(np.matrix(data.reshape(1, 12)), "k", 3, 4)
-    assert type(matrix) is np.ndarray and matrix.tolist() == data.tolist()
+
+    class Subclass(np.ndarray[Any, Any]):
+        pass
+
+    plain = arrays.as_rows(data.view(Subclass), "k", 3, 4)
+    assert type(plain) is np.ndarray and np.shares_memory(plain, data)
 
 
 @pytest.mark.parametrize("shape", [(), (12,), (2, 11), (2, 4, 3), (1, 2, 3, 4), (2, 3, 5), (2, 1)])
