@@ -34,6 +34,8 @@ def as_integer(value: Any, name: str) -> int:
 
 def as_count(value: Any, name: str, *, least: int = 0, most: int = COUNT_LIMIT) -> int:
     """``value`` as an int in ``least … most``; :class:`InvalidArgumentError` otherwise."""
+    if type(value) is int and least <= value <= most:
+        return value
     number = as_integer(value, name)
     if not least <= number <= most:
         raise InvalidArgumentError(f"{name} must be {least}…{most}, got {_short(number)}")
@@ -46,7 +48,8 @@ def as_position(value: Any, name: str) -> int:
     Values that no sequence can hold are cut to a number that is out of every range, so that the
     callee's own error (with the sequence's length in it) is raised.
     """
-    return max(-COUNT_LIMIT, min(as_integer(value, name), COUNT_LIMIT))
+    number = value if type(value) is int else as_integer(value, name)
+    return max(-COUNT_LIMIT, min(number, COUNT_LIMIT))
 
 
 def as_layer(layer: Any, num_layers: int) -> int:

@@ -430,11 +430,17 @@ cdef class Ledger:
         cdef int64_t i, j, n = len(seqs), total = 0, bound = 0, at = 0
         cdef int64_t B = self.pool.p.block_size
         cdef int64_t count
+        cdef list checked = []
         if len(counts) != n:
             raise InvalidArgumentError(f"counts: expected one per sequence ({n}), "
                                        f"got {len(counts)}")
         for i in range(n):
-            count = int_argument(counts[i], f"counts[{i}]", 0, 2**40)
+            item = counts[i]
+            if type(item) is not int or not 0 <= item <= 2**40:
+                # the name is formatted only for what is no plain count: this loop is hot
+                item = int_argument(item, f"counts[{i}]", 0, 2**40)
+            count = item
+            checked.append(count)     # read once: the caller's list and its numbers may change
             total += count
             bound += count // B + 2
         if total > 2**40:
@@ -460,7 +466,7 @@ cdef class Ledger:
             out = np.empty(total, dtype=np.int64)
             slots = out
             for i in range(n):
-                plan.writes[i].count = counts[i]
+                plan.writes[i].count = checked[i]
                 plan.writes[i].seq = pointers[i]
             enter_fast(p)
             try:
