@@ -12,6 +12,12 @@ cdef extern from "pagedcache/sync.h" nogil:
     int64_t pc_atomic_get(int64_t *p)
     void pc_atomic_set(int64_t *p, int64_t v)
 
+cdef extern from "pagedcache/memory.h" nogil:
+    void pc_advise_huge(void *p, size_t size)
+
+cdef enum:
+    LARGE = 8 << 20          # from here on random access pays for small pages
+
 cdef int64_t _countdown = -1
 cdef int64_t _asked = 0
 cdef int64_t _live = 0
@@ -34,6 +40,8 @@ cdef void *pc_calloc(int64_t count, int64_t size) noexcept nogil:
         return NULL
     p = calloc(count if count > 0 else 1, size)
     if p != NULL:
+        if count * size >= LARGE:
+            pc_advise_huge(p, count * size)
         pc_atomic_add(&_live, 1)
     return p
 

@@ -217,6 +217,8 @@ cdef void release_block(pool_t *p, int32_t b) noexcept nogil:
     p.steps += 1
     if not in_use(p, b):
         retire(p, b)
+    elif p.pins[b] > 0:
+        p.flags[b] |= FLAG_MUST_COPY  # who leaves may have been the one whose tokens are viewed
 
 
 cdef void pin_block(pool_t *p, int32_t b) noexcept nogil:

@@ -363,7 +363,7 @@ cdef class SlotMapping:
         for i in range(self.count):
             b = self.blocks[i]
             if (p.generation[b] != self.generations[i] or p.refs[b] != 1 or p.node[b] != NONE
-                    or p.flags[b] & FLAG_MUST_COPY):
+                    or viewed(p, b)):
                 return answer(E_STALE, self.epoch, p.layout_epoch, 1)
             if p.flags[b] & FLAG_PENDING:
                 return answer(E_PENDING, b, 1)

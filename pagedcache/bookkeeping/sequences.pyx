@@ -299,7 +299,7 @@ cdef result_t may_commit(pool_t *p, seq_t *s, int64_t end) noexcept nogil:
                     (last - first) * sizeof(uint32_t)) == 0 and last <= s.vouched:
                 continue
             return answer(E_ARGUMENT, 0, end - start, start)
-        if (p.refs[b] > 1 or p.flags[b] & FLAG_MUST_COPY) and last > s.vouched:
+        if (p.refs[b] > 1 or viewed(p, b)) and last > s.vouched:
             return answer(E_ARGUMENT, 0, end - start, start)
     return answer(OK)
 

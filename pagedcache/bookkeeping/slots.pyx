@@ -24,7 +24,7 @@ cdef result_t check_one(pool_t *p, int64_t slot) noexcept nogil:
         return answer(E_SLOT, slot, 3)
     if p.flags[b] & FLAG_PENDING:
         return answer(E_PENDING, b, 1)
-    if p.flags[b] & FLAG_MUST_COPY:
+    if viewed(p, b):
         return answer(E_SLOT, slot, 2)
     return answer(OK)
 

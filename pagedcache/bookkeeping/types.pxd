@@ -22,7 +22,7 @@ cdef enum:
     NODE_CHUNK = 1024        # nodes whose tokens are allocated together
     MAX_PROBES = 32          # longest bucket chain; a longer one refuses to cache
     MAX_CANDIDATES = 8       # blocks looked at for a partial hit
-    FLAG_MUST_COPY = 1       # a view saw tokens that a truncate has given up: copy before writing
+    FLAG_MUST_COPY = 1       # pinned, and a holder gave up tokens that a view may show: see below
     FLAG_PENDING = 2         # an end of a block copy the engine has not finished
 
 cdef enum:                   # what an operation answers; status.pyx turns it into an exception
@@ -185,6 +185,11 @@ cdef inline int32_t num_free(pool_t *p) noexcept nogil:
 
 cdef inline bint in_use(pool_t *p, int32_t block) noexcept nogil:
     return p.refs[block] > 0 or p.pins[block] > 0
+
+
+cdef inline bint viewed(pool_t *p, int32_t block) noexcept nogil:
+    """A view may show tokens here that its sequence gave up: copy before writing."""
+    return p.pins[block] > 0 and p.flags[block] & FLAG_MUST_COPY
 
 
 cdef inline int64_t blocks_for(int64_t tokens, int64_t block_size) noexcept nogil:

@@ -26,7 +26,7 @@ cdef int64_t max_privates(pool_t *p, write_t *writes, int64_t n) noexcept nogil:
 
 
 cdef bint must_replace(pool_t *p, int32_t b, write_t *w) noexcept nogil:
-    return (p.refs[b] > 1 or p.node[b] != NONE or p.flags[b] & FLAG_MUST_COPY
+    return (p.refs[b] > 1 or p.node[b] != NONE or viewed(p, b)
             or (p.pins[b] > 0 and w.start < w.settled))
 
 
