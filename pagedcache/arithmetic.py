@@ -230,8 +230,8 @@ def _new_bytes(nbytes: int) -> NDArray[np.uint8]:
 
 def _adopted_bytes(data: NDArray[np.uint8], nbytes: int) -> NDArray[np.uint8]:
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
-        got = data.dtype if isinstance(data, np.ndarray) else type(data).__name__
-        raise FormatError("a uint8 array", got, "data")
+        kind = str(data.dtype) if isinstance(data, np.ndarray) else type(data).__name__
+        raise FormatError("a uint8 array", kind, "data")
     if data.shape != (nbytes,) or not data.flags.c_contiguous or not data.flags.writeable:
         got = f"shape {data.shape}, strides {data.strides}, writeable {data.flags.writeable}"
         raise ShapeError(f"{nbytes} contiguous, writeable bytes", got, "data")

@@ -79,7 +79,10 @@ PC_INLINE float pc_load_half(const uint8_t *from) {
 /* Groups below this magnitude are stored as zeros by q8 and q4. */
 #define PC_ZERO_AMAX 1e-10f
 
-/* q8: scale = amax / 127, quant = round(v * (1 / scale)) as int8. */
+/* q8: scale = amax / 127, quant = round(v * (1 / scale)) as int8.
+ *
+ * Every finite group reads back finite but one: where amax is FLT_MAX itself, 127 * scale rounds
+ * past it to Inf (the rule is kept as it is stated: scale and product are rounded once each). */
 PC_INLINE void pc_encode_q8(const float *PC_RESTRICT x, uint8_t *PC_RESTRICT quants,
                             uint8_t *PC_RESTRICT scale_at) {
     const float amax = pc_amax(x, PC_GROUP);
