@@ -41,8 +41,14 @@ _MIXED_OPERATIONS = (
 )
 
 
+def _unknown(context: Context) -> None:
+    raise SkipCheck(f"the reference has no rules for {context.k_format}: nothing of it is judged")
+
+
 def _checks() -> Iterator[Check]:
     formats = tuple(name for name in FORMATS if knows(name))
+    for name in set(FORMATS) - set(formats):
+        yield Check(f"reference/{name}/", _unknown, (name,))
     quantised = tuple(name for name in formats if FORMATS[name].is_quantized)
     for function in (numbers.convert_16bit, numbers.prefix_hash):
         yield from alone(function)

@@ -49,7 +49,8 @@ def _round_half_away(values: Floats) -> NDArray[np.float64]:
 
 def _as_bytes(values: NDArray[np.generic], lead: tuple[int, ...]) -> Bytes:
     width = values.itemsize * math.prod(values.shape[len(lead) :])
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(*lead, width)
+    flat: Bytes = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return flat.reshape(*lead, width)
 
 
 def _no_scales(data: Bytes) -> StoredRows:
@@ -146,7 +147,8 @@ def _halves(data: Bytes) -> Floats:
 
 
 def _pack_halves(nibbles: Bytes) -> Bytes:
-    return nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << 4
+    packed: Bytes = nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << np.uint8(4)
+    return packed
 
 
 def _encode_q8_0(rows: Floats) -> StoredRows:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from .compare import equal, require
+from .reference import Floats
 from .registry import Context
 from .stage import Stage
+
+
+def joined(head: Floats, tail: Floats) -> Floats:
+    """Rows of tokens ``[layers, tokens, …]`` behind one another."""
+    return np.concatenate((head, tail), axis=1)
 
 
 def fork_copy_on_write(context: Context) -> None:
@@ -26,8 +32,8 @@ def fork_copy_on_write(context: Context) -> None:
                 seq.commit(3)
             equal(stage.cache.stats().cow_copies, 1, "blocks copied on write")
             for name, seq in (("child", child), ("parent", parent)):
-                both = (np.concatenate(pair, 1) for pair in zip((k, v), more[name], strict=True))
-                stage.expect(seq, *both)
+                more_k, more_v = more[name]
+                stage.expect(seq, joined(k, more_k), joined(v, more_v))
             stage.whole()
             child.free()
             stage.expect(parent, k, v)
@@ -48,9 +54,7 @@ def truncate_and_rewrite(context: Context) -> None:
             new_k, new_v = stage.rows(size)
             stage.append(seq, new_k, new_v)
             seq.commit(size)
-            k2 = np.concatenate((k[:, :keep], new_k), axis=1)
-            v2 = np.concatenate((v[:, :keep], new_v), axis=1)
-            stage.expect(seq, k2, v2)
+            stage.expect(seq, joined(k[:, :keep], new_k), joined(v[:, :keep], new_v))
             with stage.cache.open(np.append(prompt, prompt[:1])) as again:
                 equal(again.num_cached_tokens, 3 * size, "tokens still cached")
                 stage.expect(again, k, v, stop=3 * size)
@@ -103,11 +107,8 @@ def partial_reuse(context: Context) -> None:
                 stage.expect(seq, k, v, stop=matched)
                 rest = stage.fill(seq)
                 stage.expect(seq, k, v, stop=matched)
-                joined = (
-                    np.concatenate((old[:, :matched], new), axis=1)
-                    for old, new in zip((k, v), rest, strict=True)
-                )
-                stage.expect(seq, *joined)
+                head = slice(0, matched)
+                stage.expect(seq, joined(k[:, head], rest[0]), joined(v[:, head], rest[1]))
             stage.cache.reset_prefix_cache()
             with stage.cache.open(np.append(prompt, prompt[:1])) as seq:
                 stage.append(seq, k, v)

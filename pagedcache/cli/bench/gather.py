@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -40,8 +41,8 @@ def _one(options: Options, name: str, layout: str) -> Iterator[Row]:
             given = int(2 * k.size * cache.spec.k_format.bytes_per_value)
             plain, target = np.ones(size, np.uint8), np.empty(size, np.uint8)
             timers: dict[str, Timer] = {
-                "ours": timed(lambda out=out: seq.gather(0, out=out)),
-                "copy": timed(lambda a=target, b=plain: np.copyto(a, b)),
+                "ours": timed(partial(seq.gather, 0, out=out)),
+                "copy": timed(partial(np.copyto, target, plain)),
             }
             if not cache.spec.k_format.is_quantized:
                 timers |= _peers(name, layout, out, np.array(seq.block_table), cache.num_blocks)

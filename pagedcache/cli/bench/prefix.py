@@ -102,9 +102,15 @@ def _cold(options: Options) -> Iterator[Row]:
         state["seq"].commit(PROMPT)
 
     def both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-        return lambda: (first(), second())[-1]
+        def run() -> None:
+            first()
+            second()
 
-    free_ours: Callable[[], None] = lambda: state["seq"].free()  # noqa: E731
+        return run
+
+    def free_ours() -> None:
+        state["seq"].free()
+
     admits: dict[str, Timer] = {"ours": staged(fresh, both(open_ours, commit_ours), free_ours)}
     opens: dict[str, Timer] = {"ours": staged(fresh, open_ours, free_ours)}
     commits: dict[str, Timer] = {"ours": staged(both(fresh, open_ours), commit_ours, free_ours)}

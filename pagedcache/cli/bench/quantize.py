@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -23,25 +24,18 @@ def rows(options: Options) -> Iterator[Row]:
         count = size // 4
         values = np.random.default_rng(0).standard_normal(count, dtype=np.float32)
         plain, wide = np.empty_like(values), np.empty_like(values)
-        copy = timed(lambda a=plain, b=values: np.copyto(a, b))
+        copy = timed(partial(np.copyto, plain, values))
         for name in names:
             buffer = FlatQuantized(name, count)
             code, moved = buffer.format.code, size + buffer.nbytes
 
-            def encode(buffer: FlatQuantized = buffer, x: np.ndarray = values) -> None:
-                buffer.write(0, x, on_nonfinite="saturate")
-
+            encode = partial(buffer.write, 0, values, on_nonfinite="saturate")
             encode()
             _check(buffer.to_float32(), values, name)
             scales = buffer.num_values // 32 * FORMATS[name].quant_nbytes
             scales = -(-scales // 16) * 16 if FORMATS[name].packing == "planar" else 0
 
-            def decode(
-                code: int = code, data: np.ndarray = buffer.data, at: int = scales,
-                out: np.ndarray = wide,
-            ) -> None:
-                native.decode(code, data, at, out)
-
+            decode = partial(native.decode, code, buffer.data, scales, wide)
             decode()
             _check(wide, values, name)
             quantise, dequantise = _gguf(name, values)

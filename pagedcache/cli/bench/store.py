@@ -10,6 +10,7 @@ import numpy as np
 
 import pagedcache
 
+from ..output import note
 from . import peers
 from .rows import Options, Row, measure
 from .timing import Timer, timed
@@ -124,7 +125,7 @@ def _vllm(
     try:
         write()
     except Exception as error:  # a build without this op
-        peers.note(f"peer vllm: its cache write is not used ({type(error).__name__}: {error})")
+        note(f"peer vllm: its cache write is not used ({type(error).__name__}: {error})")
         return {}
     return {"vllm": timed(write)}
 
