@@ -102,9 +102,9 @@ class BatchPaths:
     ) -> PageTable:
         """Block ids of many sequences as CSR (``PageTable``), with the fill of each last block.
 
-        A sequence of length 0 raises ``InvalidPositionError`` that names it, or with
-        ``allow_empty`` gives an empty row with last length 0. ``lengths`` as for
-        ``block_tables``.
+        A sequence of length 0 raises ``InvalidArgumentError`` that names it, or with
+        ``allow_empty`` gives an empty row with last length 0. ``lengths`` and other errors as
+        for ``block_tables``.
         """
         _only_group(group)
         states = states_of(seqs)

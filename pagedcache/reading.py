@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pagedcache.spec import CacheSpec
 
 Array = np.ndarray[Any, Any]
+_View = TypeVar("_View", bound=BlockView)
 
 
 class SequenceReading(NoCopy):
@@ -169,7 +170,7 @@ class SequenceReading(NoCopy):
 
     def views(
         self, layer: int, start: int = 0, stop: int | None = None, dtype: Any = None
-    ) -> ViewList:
+    ) -> ViewList[BlockView]:
         """Per block a ``BlockView`` (K, V, start, length, device) of positions start … stop - 1.
 
         Read-only and cut to the length. Float formats: no copy. Quantised formats: the blocks'
@@ -180,13 +181,13 @@ class SequenceReading(NoCopy):
 
     def packed_views(
         self, layer: int, start: int = 0, stop: int | None = None, dtype: Any = None
-    ) -> ViewList:
+    ) -> ViewList[PackedView]:
         """As ``views``, each a ``PackedView`` with block_size, head_dim and num_kv_heads too."""
         return self._views(PackedView, layer, start, stop, dtype)
 
     def _views(
-        self, kind: type[BlockView], layer: int, start: int, stop: int | None, dtype: Any
-    ) -> ViewList:
+        self, kind: type[_View], layer: int, start: int, stop: int | None, dtype: Any
+    ) -> ViewList[_View]:
         shown = None if dtype is None else row_format(dtype).dtype
         storage, layer, start, stop, pin = self._pin(layer, start, stop)
         cache = self._cache
@@ -219,16 +220,16 @@ class SequenceReading(NoCopy):
         )
 
 
-class AppendedViews(NoCopy, SequenceABC[Any]):
+class AppendedViews(NoCopy, SequenceABC[BlockView]):
     """The views that ``append`` returns: taken, and their blocks pinned, when first looked at."""
 
     __slots__ = ("_layer", "_seq", "_stop", "_taken")
 
     def __init__(self, seq: SequenceReading, layer: int, stop: int) -> None:
         self._seq, self._layer, self._stop = seq, layer, stop
-        self._taken: ViewList | None = None
+        self._taken: ViewList[BlockView] | None = None
 
-    def _views(self) -> ViewList:
+    def _views(self) -> ViewList[BlockView]:
         if self._taken is None:
             self._taken = self._seq.views(self._layer, 0, self._stop)
         return self._taken

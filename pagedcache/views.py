@@ -230,7 +230,7 @@ class PackedView(BlockView):
         return self._source.spec.num_kv_heads
 
 
-class ViewList(NoCopy, SequenceABC[Any]):
+class ViewList(NoCopy, SequenceABC[_View]):
     """The views of one call, in token order: made when looked at, pinned from the start.
 
     Supports ``len``, indexing, slicing and iteration. The list pins all its blocks until
@@ -241,28 +241,28 @@ class ViewList(NoCopy, SequenceABC[Any]):
     __slots__ = ("__weakref__", "_ids", "_kind", "_pin", "_source", "_start", "_stop", "_views")
 
     def __init__(
-        self, source: ViewSource, kind: type[BlockView], pin: Pin, start: int, stop: int
+        self, source: ViewSource, kind: type[_View], pin: Pin, start: int, stop: int
     ) -> None:
         self._source, self._kind = source, kind
         self._pin: Pin | None = pin
         self._ids = pin.block_ids if stop > start else ()
         self._start, self._stop = start, stop
-        self._views: dict[int, BlockView] = {}
+        self._views: dict[int, _View] = {}
 
     def __len__(self) -> int:
         return len(self._ids)
 
     @overload
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> _View: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: slice) -> list[_View]: ...
+    def __getitem__(self, index: int | slice) -> _View | list[_View]:
         positions = range(len(self._ids))[index]  # IndexError and TypeError as for a list
         if isinstance(positions, range):
             return [self._view(i) for i in positions]
         return self._view(positions)
 
-    def _view(self, index: int) -> BlockView:
+    def _view(self, index: int) -> _View:
         view = self._views.get(index)
         if view is None:
             if self._pin is None:
@@ -287,7 +287,7 @@ class ViewList(NoCopy, SequenceABC[Any]):
         if pin is not None:
             pin.release()
 
-    def __enter__(self) -> ViewList:
+    def __enter__(self) -> ViewList[_View]:
         return self
 
     def __exit__(self, *exc: object) -> None:
