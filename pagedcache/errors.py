@@ -11,6 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 
+def shown(value: Any) -> str:
+    """``repr`` of a value for a message: short, and never an error of its own.
+
+    Python refuses to write out integers of thousands of digits; such a one is told by its size.
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 class PagedCacheError(Exception):
     """Base of all errors of this library.
 
@@ -116,7 +127,7 @@ class SequenceNotFoundError(PagedCacheError, KeyError):
 
     def __init__(self, seq_id: Any) -> None:
         self.seq_id = seq_id
-        super().__init__(f"no live sequence has id {seq_id!r}; ids are never reused")
+        super().__init__(f"no live sequence has id {shown(seq_id)}; ids are never reused")
         self._init_args = (seq_id,)
 
     def __str__(self) -> str:  # KeyError would show repr(message)
@@ -166,6 +177,16 @@ class CopyRefusedError(PagedCacheError, TypeError):
             "second sequence, gather() for the values"
         )
         self._init_args = (what, action)
+
+
+class ReentrantCallError(PagedCacheError, RuntimeError):
+    """A finalizer called into the cache while its own thread was inside a call on it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "called from a finalizer while this thread is inside a call on the same cache; there, "
+            "only free() and release() work (they take effect with the next call)"
+        )
 
 
 class InvalidPositionError(PagedCacheError, IndexError):

@@ -40,6 +40,7 @@ static inline void pc_atomic_set(volatile int64_t *p, int64_t v) {
   InterlockedExchange64((volatile LONG64 *)p, v);
 }
 static inline void pc_watch_forks(volatile int64_t *generation) { (void)generation; }
+static inline int64_t pc_thread_id(void) { return (int64_t)GetCurrentThreadId(); }
 #else
 #include <pthread.h>
 typedef pthread_mutex_t pc_mutex;
@@ -62,6 +63,8 @@ static inline int64_t pc_atomic_get(volatile int64_t *p) {
 static inline void pc_atomic_set(volatile int64_t *p, int64_t v) {
   __atomic_store_n(p, v, __ATOMIC_RELAXED);
 }
+/* Names the calling thread among the living ones; never 0. */
+static inline int64_t pc_thread_id(void) { return (int64_t)(intptr_t)pthread_self(); }
 /* The generation is counted up in every forked child, so that a lock that another thread of the
  * parent may have held is never waited for. One translation unit registers it. */
 static volatile int64_t *pc_watched_generation;

@@ -1,7 +1,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from pagedcache.bookkeeping.types cimport pin_t, pool_t, result_t
 
-ctypedef void (*reaper_t)(pool_t *, void *) noexcept nogil
+ctypedef void (*reaper_t)(pool_t *, void *, bint) noexcept nogil
 
 cdef class BlockPool:
     cdef pool_t *p
@@ -10,6 +10,8 @@ cdef class BlockPool:
 cdef int64_t fork_generation() noexcept nogil
 cdef int enter(pool_t *p) noexcept nogil
 cdef void leave(pool_t *p) noexcept nogil
+cdef void shut_gate(pool_t *p) noexcept nogil
+cdef void open_gate(pool_t *p) noexcept nogil
 cdef int32_t take(pool_t *p) noexcept nogil
 cdef void touch_block(pool_t *p, int32_t block) noexcept nogil
 cdef void release_block(pool_t *p, int32_t block) noexcept nogil

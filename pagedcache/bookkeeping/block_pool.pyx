@@ -28,7 +28,6 @@ from pagedcache.bookkeeping.types cimport *
 from pagedcache.errors import InvalidArgumentError, StorageMemoryError
 
 cdef extern from "pagedcache/sync.h" nogil:
-    int64_t pc_atomic_get(int64_t *p)
     void pc_watch_forks(int64_t *generation)
 
 cdef int64_t _forks = 0
@@ -59,15 +58,21 @@ cdef void drop(pool_t *p, pin_t *pin) noexcept nogil:
 
 
 cdef void drain(pool_t *p) noexcept nogil:
-    cdef pin_t *pin
+    cdef pin_t *pin = NULL
     cdef pin_t *following
+    cdef pin_t *queued
     cdef int64_t i
     if p.dropped == NULL:
         return
     pc_mutex_lock(&p.drop_lock)
-    pin = p.dropped
+    queued = p.dropped
     p.dropped = NULL
     pc_mutex_unlock(&p.drop_lock)
+    while queued != NULL:             # oldest first: a free() comes before the handle's end
+        following = queued.next
+        queued.next = pin
+        pin = queued
+        queued = following
     while pin != NULL:
         following = pin.next
         i = pin.count
@@ -75,24 +80,46 @@ cdef void drain(pool_t *p) noexcept nogil:
             i -= 1
             unpin_block(p, pin.blocks[i])
         if pin.seq != NULL:
-            _reaper(p, pin.seq)
+            _reaper(p, pin.seq, pin.keep)
         pc_release(pin)
         pin = following
 
 
 cdef int enter(pool_t *p) noexcept nogil:
-    """Lock the pool once no bytes are being moved, and give back what was dropped."""
+    """Lock the pool once no bytes are being moved, and give back what was dropped.
+
+    E_REENTRANT: this very thread is inside a call (a finalizer ran while it moved bytes or raised),
+    so waiting would never end.
+    """
+    cdef int64_t me = pc_thread_id()
     if p.fork_generation != fork_generation():
         return E_FORKED
+    if pc_atomic_get(&p.owner) == me:
+        return E_REENTRANT
     pc_mutex_lock(&p.lock)
     while p.gate:
         pc_cond_wait(&p.open, &p.lock)
+    pc_atomic_set(&p.owner, me)
     drain(p)
     return OK
 
 
 cdef void leave(pool_t *p) noexcept nogil:
+    pc_atomic_set(&p.owner, 0)
     pc_mutex_unlock(&p.lock)
+
+
+cdef void shut_gate(pool_t *p) noexcept nogil:
+    """Let bytes move without the lock: every other call waits, this thread stays the owner."""
+    p.gate = True
+    pc_mutex_unlock(&p.lock)
+
+
+cdef void open_gate(pool_t *p) noexcept nogil:
+    """Take the lock back after shut_gate()."""
+    pc_mutex_lock(&p.lock)
+    p.gate = False
+    pc_cond_broadcast(&p.open)
 
 
 # ---------------------------------------------------------------- recency list

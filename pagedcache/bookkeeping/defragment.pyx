@@ -200,9 +200,10 @@ cdef result_t plan_defragment(pool_t *p, relocation_t *r) noexcept nogil:
 
 
 cdef result_t finish_plan(pool_t *p, relocation_t *r) noexcept nogil:
-    if p.deferred and not copies_reserve(p, r.num_moves):
+    cdef int64_t moves = r.num_moves
+    if p.deferred and not copies_reserve(p, moves):
         relocation_release(r)
-        return answer(E_MEMORY, r.num_moves * sizeof(copy_t))
+        return answer(E_MEMORY, moves * sizeof(copy_t))
     return answer(OK)
 
 

@@ -29,6 +29,7 @@ cdef int enter_fast(pool_t *p) except? 99:
     if (p.fork_generation == fork_generation() and p.dropped == NULL
             and pc_mutex_trylock(&p.lock)):
         if not p.gate:
+            pc_atomic_set(&p.owner, pc_thread_id())
             return OK
         pc_mutex_unlock(&p.lock)
     with nogil:
@@ -284,6 +285,11 @@ cdef class Pin:
         cdef pool_t *p = self.pool.p
         cdef int64_t i
         if self.pin == NULL:
+            return
+        if pc_atomic_get(&p.owner) == pc_thread_id():
+            pin = self.pin            # a finalizer inside a call: the next call gives it back
+            self.pin = NULL
+            drop(p, pin)
             return
         enter_fast(p)
         pin = self.pin                # read under the lock: two threads may release one pin

@@ -17,7 +17,8 @@ from pagedcache.bookkeeping.admission cimport (
 )
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
 from pagedcache.bookkeeping.block_pool cimport (
-    BlockPool, forget_all, leave, pin_block, release_block, take, unpin_block,
+    BlockPool, drop, forget_all, leave, open_gate, pin_block, release_block, shut_gate, take,
+    unpin_block,
 )
 from pagedcache.bookkeeping.copies cimport (
     copies_reserve, finish_copies, queue_copy, take_copies,
@@ -38,6 +39,7 @@ from pagedcache.bookkeeping.sequences cimport (
     written_end,
 )
 from pagedcache.bookkeeping.slots cimport check_slots
+from pagedcache.bookkeeping.steps cimport append_many, commit_many
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
 from pagedcache.bookkeeping.writing cimport (
@@ -65,7 +67,7 @@ cdef identity_t *make_identity(bytes root, list extra_keys) except NULL:
     cdef bytes key
     cdef int64_t i
     if who == NULL:
-        raise StorageMemoryError(len(root), "a sequence's identity")
+        raise StorageMemoryError(sizeof(identity_t) + len(root), "a sequence's identity")
     for i in range(who.num_extras):
         start, stop, key = extra_keys[i]
         who.extras[i].start = min(start, HUGE)
@@ -74,7 +76,7 @@ cdef identity_t *make_identity(bytes root, list extra_keys) except NULL:
         who.extras[i].data = <uint8_t *> pc_calloc(len(key), 1)
         if who.extras[i].data == NULL:
             identity_drop(who)
-            raise StorageMemoryError(len(key), "an extra key")
+            raise StorageMemoryError(max(len(key), 1), "an extra key")
         key_raw = key
         memcpy(who.extras[i].data, key_raw, len(key))
     return who
@@ -132,16 +134,12 @@ cdef class Ledger:
     cdef int _move_bytes(self, object call, tuple arguments) except -1:
         """Called with the lock held: shut the gate, let bytes move, come back with the lock."""
         cdef pool_t *p = self.pool.p
-        p.gate = True
-        leave(p)
+        shut_gate(p)
         try:
-            if call is not None:
-                call(*arguments)
+            call(*arguments)
         finally:
             with nogil:
-                pc_mutex_lock(&p.lock)
-                p.gate = False
-                pc_cond_broadcast(&p.open)
+                open_gate(p)
         return 0
 
     # ------------------------------------------------------------ admission
@@ -329,12 +327,22 @@ cdef class Ledger:
 
     def free(self, SeqState seq):
         """Give everything back, the tail first. A second call does nothing."""
+        cdef pool_t *p = self.pool.p
+        cdef pin_t *will
         if seq is None or seq.pool is not self.pool:
             raise_result(answer(E_ARGUMENT, 6))
-        enter_fast(self.pool.p)
+        if pc_atomic_get(&p.owner) == pc_thread_id():
+            will = <pin_t *> pc_calloc(1, sizeof(pin_t))   # a finalizer inside a call
+            if will == NULL:
+                raise StorageMemoryError(sizeof(pin_t), "a sequence to be freed later")
+            will.seq = seq.s
+            will.keep = True
+            drop(p, will)
+            return
+        enter_fast(p)
         with nogil:
-            seq_free(self.pool.p, seq.s)
-            leave(self.pool.p)
+            seq_free(p, seq.s)
+            leave(p)
 
     def truncate(self, SeqState seq, n):
         """Rewind to ``n`` tokens and release the blocks past them."""
@@ -378,6 +386,63 @@ cdef class Ledger:
         cdef pool_t *p = self._of(seq)
         cdef result_t r = append_tokens(p, seq.s, raw, n)
         leave(p)
+        if r.code != OK:
+            raise_result(r)
+
+    def append_token(self, SeqState seq, token):
+        """Extend the token history by one token, 0 … 2**32 - 1."""
+        cdef uint32_t value = <uint32_t> int_argument(token, "token", 0, 2**32 - 1)
+        cdef pool_t *p = self._of(seq)
+        cdef result_t r = append_tokens(p, seq.s, &value, 1)
+        leave(p)
+        if r.code != OK:
+            raise_result(r)
+
+    # ------------------------------------------------------------ one step of a batch
+    def commit_many(self, list seqs, list counts):
+        """commit() of ``counts[i]`` tokens for every ``seqs[i]``, all or nothing."""
+        self._step(seqs, counts, None)
+
+    def append_many(self, list seqs, tokens, list counts=None):
+        """Extend the histories: ``counts[i]`` of the tokens (uint32 array) for ``seqs[i]``, one
+        behind the other; one token each by default. All or nothing."""
+        self._step(seqs, counts, tokens)
+
+    def _step(self, list seqs, list counts, tokens):
+        cdef pool_t *p = self.pool.p
+        cdef int64_t i, n = len(seqs), total = 0, given = 0
+        cdef const uint32_t *raw = NULL
+        cdef int64_t *amounts
+        cdef seq_t **pointers
+        cdef result_t r
+        cdef bint committing = tokens is None
+        if counts is not None and len(counts) != n:
+            raise InvalidArgumentError(f"counts: expected one per sequence ({n}), "
+                                       f"got {len(counts)}")
+        if tokens is not None:
+            raw = token_pointer(tokens, &given)
+        pointers = seq_pointers(self.pool, seqs)
+        amounts = <int64_t *> pc_calloc(n, sizeof(int64_t))
+        try:
+            if amounts == NULL:
+                raise StorageMemoryError(n * 8, "a batch step")
+            for i in range(n):
+                amounts[i] = 1 if counts is None else int_argument(counts[i], "counts", 0, 2**40)
+                total += amounts[i]
+            if tokens is not None and total != given:
+                raise InvalidArgumentError(f"tokens: expected {total} for these sequences, "
+                                           f"got {given}")
+            enter_fast(p)
+            with nogil:
+                r = unique_and_live(p, pointers, n, True)
+                if r.code == OK and committing:
+                    r = commit_many(p, pointers, amounts, n)
+                elif r.code == OK:
+                    r = append_many(p, pointers, raw, amounts, n)
+                leave(p)
+        finally:
+            pc_release(amounts)
+            pc_release(pointers)
         if r.code != OK:
             raise_result(r)
 

@@ -146,9 +146,10 @@ cdef void seq_destroy(seq_t *s) noexcept nogil:
     pc_release(s)
 
 
-cdef void reap(pool_t *p, void *s) noexcept nogil:
+cdef void reap(pool_t *p, void *s, bint keep) noexcept nogil:
     seq_free(p, <seq_t *> s)
-    seq_destroy(<seq_t *> s)
+    if not keep:
+        seq_destroy(<seq_t *> s)
 
 
 set_reaper(reap)
@@ -271,17 +272,27 @@ cdef result_t append_tokens(pool_t *p, seq_t *s, const uint32_t *tokens,
     """Extend the history. Behind a token of unknown value the values no longer matter."""
     if s.history + n > p.max_seq_len:
         return answer(E_TOO_LONG, s.history + n, p.max_seq_len)
+    if not tokens_fit(s, n):
+        return answer(E_MEMORY, (s.known + n) * 4)
+    name_tokens(s, tokens, n)
+    return answer(OK)
+
+
+cdef bint tokens_fit(seq_t *s, int64_t n) noexcept nogil:
+    """Make room for n more tokens of the history."""
+    return s.known != s.history or tokens_reserve(s, s.known + n)
+
+
+cdef void name_tokens(seq_t *s, const uint32_t *tokens, int64_t n) noexcept nogil:
+    """Extend the history; the room is there."""
     if s.known == s.history:
-        if not tokens_reserve(s, s.known + n):
-            return answer(E_MEMORY, (s.known + n) * 4)
         if n > 0:
             memcpy(s.tokens + s.known, tokens, n * sizeof(uint32_t))
         s.known += n
     s.history += n
-    return answer(OK)
 
 
-cdef result_t may_commit(pool_t *p, seq_t *s, int64_t end) noexcept nogil:
+cdef result_t own_range(pool_t *p, seq_t *s, int64_t end) noexcept nogil:
     """Every block of the range is the sequence's own, or was prepared by it before it was shared,
     or is cached under the very tokens that are committed."""
     cdef int64_t i, first, last
@@ -328,19 +339,20 @@ cdef void cache_block(pool_t *p, seq_t *s, int64_t i) noexcept nogil:
     pc_release(extra)
 
 
-cdef result_t commit(pool_t *p, seq_t *s, int64_t n) noexcept nogil:
-    """Mark the next n tokens computed and cache the blocks that became full."""
+cdef result_t may_commit(pool_t *p, seq_t *s, int64_t n) noexcept nogil:
+    """Whether the next n tokens have room, bytes, and blocks of the sequence's own."""
     cdef int64_t end = s.computed + n
-    cdef int64_t i
-    cdef result_t r
     if end > s.num_blocks * p.block_size:
         return answer(E_POSITION, end, s.num_blocks * p.block_size, 1)
     if end > num_written(p, s) and high_water(p, s) > s.computed:
         return answer(E_POSITION, end, num_written(p, s), 2)
-    r = may_commit(p, s, end)
-    if r.code != OK:
-        return r
-    i = s.computed // p.block_size
+    return own_range(p, s, end)
+
+
+cdef void apply_commit(pool_t *p, seq_t *s, int64_t n) noexcept nogil:
+    """Mark the next n tokens computed and cache the blocks that became full."""
+    cdef int64_t end = s.computed + n
+    cdef int64_t i = s.computed // p.block_size
     s.computed = end
     s.history = max(s.history, end)
     s.vouched = max(s.vouched, end)
@@ -348,4 +360,10 @@ cdef result_t commit(pool_t *p, seq_t *s, int64_t n) noexcept nogil:
         cache_block(p, s, i)
         i += 1
     p.epoch += 1
-    return answer(OK)
+
+
+cdef result_t commit(pool_t *p, seq_t *s, int64_t n) noexcept nogil:
+    cdef result_t r = may_commit(p, s, n)
+    if r.code == OK:
+        apply_commit(p, s, n)
+    return r

@@ -8,6 +8,10 @@ from pagedcache.bookkeeping.types cimport *
 
 from pagedcache import errors
 
+cdef extern from "Python.h":
+    bint PyLong_CheckExact(object x)
+    long long PyLong_AsLongLongAndOverflow(object x, int *overflow) except? -1
+
 _BLOCK = (
     "the id is out of range",
     "the id was never allocated",
@@ -64,14 +68,26 @@ _CORRUPT = (
 )
 
 
-cdef int64_t int_argument(object x, str name, object lo, object hi) except? -9:
+cdef int64_t int_argument(object x, str name, int64_t lo, int64_t hi) except? -9:
     """An integer (not a bool) between lo and hi, or InvalidArgumentError."""
+    cdef int overflow = 0
+    cdef long long value
+    if PyLong_CheckExact(x):
+        value = PyLong_AsLongLongAndOverflow(x, &overflow)
+        if overflow == 0 and lo <= value <= hi:
+            return value
+    return any_integer(x, name, lo, hi)
+
+
+cdef int64_t any_integer(object x, str name, object lo, object hi) except? -9:
+    """The same for every other type, and with the words for what is refused."""
     if isinstance(x, bool) or not hasattr(x, "__index__"):
         raise errors.InvalidArgumentError(
             f"{name}: expected an integer, got {type(x).__name__} {x!r:.60}")
     value = operator.index(x)
     if value < lo or value > hi:
-        raise errors.InvalidArgumentError(f"{name}: expected {lo} to {hi}, got {value}")
+        raise errors.InvalidArgumentError(
+            f"{name}: expected {lo} to {hi}, got {errors.shown(value)}")
     return value
 
 
@@ -85,6 +101,8 @@ cdef object raise_result(result_t r):
         raise errors.BlockError(r.a, _BLOCK[r.b])
     if r.code == E_FREED:
         raise errors.FreedHandleError(f"sequence {r.a}")
+    if r.code == E_REENTRANT:
+        raise errors.ReentrantCallError()
     if r.code == E_FORKED:
         raise errors.ForkedProcessError()
     if r.code == E_POSITION:

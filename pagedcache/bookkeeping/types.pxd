@@ -16,6 +16,9 @@ cdef extern from "pagedcache/sync.h" nogil:
     void pc_cond_destroy(pc_cond *c)
     void pc_cond_wait(pc_cond *c, pc_mutex *m)
     void pc_cond_broadcast(pc_cond *c)
+    int64_t pc_thread_id()
+    int64_t pc_atomic_get(int64_t *p)
+    void pc_atomic_set(int64_t *p, int64_t v)
 
 cdef enum:
     NONE = -1
@@ -38,6 +41,7 @@ cdef enum:                   # what an operation answers; status.pyx turns it in
     E_STALE                  # a made, b now; c reason
     E_SLOT                   # a slot; b reason
     E_ARGUMENT               # a reason; b, c numbers
+    E_REENTRANT              # called from a finalizer inside a call of the same thread
     E_CORRUPT                # a block id; b reason
 
 cdef struct result_t:
@@ -115,6 +119,7 @@ cdef struct seq_t:
 cdef struct pin_t:
     pin_t *next
     seq_t *seq
+    bint keep                # free the sequence, but its handle still needs the memory
     int64_t count
     int32_t *blocks
 
@@ -126,6 +131,7 @@ cdef struct copy_t:
 cdef struct pool_t:
     pc_mutex lock
     pc_cond open
+    int64_t owner            # thread that holds the lock or has shut the gate, 0: none
     bint gate                # bytes are being moved: every call waits
     bint watched             # mutex and condition exist
     int64_t fork_generation

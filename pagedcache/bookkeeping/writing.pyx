@@ -58,6 +58,8 @@ cdef result_t plan_one(pool_t *p, plan_t *plan, write_t *w) noexcept nogil:
         plan.num_copies += own.copy
         p.refs[b] -= 1                # so that the last holder of the batch keeps the block
     plan.fresh += max(<int64_t> 0, blocks - s.num_blocks)
+    if plan.fresh > num_free(p):
+        return answer(OK)             # refused by the caller, before memory is asked for
     if blocks > s.num_blocks and not table_reserve(s, blocks):
         return answer(E_MEMORY, blocks * 4)
     return answer(OK)

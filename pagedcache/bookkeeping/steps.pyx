@@ -1,0 +1,70 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""One step of a whole batch: commit and name the tokens of many sequences, all or nothing.
+
+Run with the pool's lock held, on sequences that are live and named once.
+"""
+from libc.stdint cimport int64_t, uint32_t
+from libc.string cimport memcmp
+
+from pagedcache.bookkeeping.sequences cimport apply_commit, may_commit, name_tokens, tokens_fit
+from pagedcache.bookkeeping.types cimport *
+
+
+cdef bint shares(pool_t *p, seq_t *s, int64_t n) noexcept nogil:
+    """Whether the range to commit lies in a block that others hold and that is not cached yet."""
+    cdef int64_t i
+    for i in range(s.computed // p.block_size, blocks_for(s.computed + n, p.block_size)):
+        if p.refs[s.table[i]] > 1 and p.node[s.table[i]] == NONE:
+            return True
+    return False
+
+
+cdef bint agree(pool_t *p, seq_t *a, int64_t na, seq_t *b, int64_t nb) noexcept nogil:
+    """Two sequences that commit the same shared block name the same tokens for it."""
+    cdef int64_t start = max(a.computed, b.computed)
+    cdef int64_t end = min(a.computed + na, b.computed + nb)
+    cdef int64_t i, first, last
+    for i in range(start // p.block_size, blocks_for(end, p.block_size)):
+        if a.table[i] != b.table[i]:
+            continue
+        first = max(start, i * p.block_size)
+        last = min(end, (i + 1) * p.block_size)
+        if first < last and (last > a.known or last > b.known or memcmp(
+                a.tokens + first, b.tokens + first, (last - first) * sizeof(uint32_t)) != 0):
+            return False
+    return True
+
+
+cdef result_t commit_many(pool_t *p, seq_t **seqs, const int64_t *counts,
+                          int64_t n) noexcept nogil:
+    """Commit counts[i] tokens of seqs[i]."""
+    cdef int64_t i, j
+    cdef result_t r
+    for i in range(n):
+        r = may_commit(p, seqs[i], counts[i])
+        if r.code != OK:
+            return r
+        if not shares(p, seqs[i], counts[i]):
+            continue
+        for j in range(i):            # forks of unfinished work: rare, and few at a time
+            if shares(p, seqs[j], counts[j]) and not agree(p, seqs[j], counts[j],
+                                                           seqs[i], counts[i]):
+                return answer(E_ARGUMENT, 0, counts[i], seqs[i].computed)
+    for i in range(n):
+        apply_commit(p, seqs[i], counts[i])
+    return answer(OK)
+
+
+cdef result_t append_many(pool_t *p, seq_t **seqs, const uint32_t *tokens, const int64_t *counts,
+                          int64_t n) noexcept nogil:
+    """Name the next counts[i] tokens of seqs[i]; the tokens of all lie one behind the other."""
+    cdef int64_t i, at = 0
+    for i in range(n):
+        if seqs[i].history + counts[i] > p.max_seq_len:
+            return answer(E_TOO_LONG, seqs[i].history + counts[i], p.max_seq_len)
+        if not tokens_fit(seqs[i], counts[i]):
+            return answer(E_MEMORY, (seqs[i].known + counts[i]) * 4)
+    for i in range(n):
+        name_tokens(seqs[i], tokens + at, counts[i])
+        at += counts[i]
+    return answer(OK)
