@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pagedcache.arguments import as_count, as_layer
-from pagedcache.arrays import as_slots
+from pagedcache.arrays import as_slots, as_tokens
 from pagedcache.bookkeeping import SlotMapping
 from pagedcache.errors import InvalidArgumentError
 from pagedcache.sequence import Sequence, states_of
@@ -78,6 +78,26 @@ class BatchPaths:
         k, v = storage.check_rows(layer, k, v, len(slots), on_nonfinite)
         with ledger.pin_mapping(slots) if prepared else ledger.pin_slots(slots) as pin:
             storage.store(layer, k, v, pin.slots, on_nonfinite)
+
+    def commit(self, seqs: Iterable[Sequence], counts: Any) -> None:
+        """``seq.commit(counts[i])`` for every ``seqs[i]`` in one step, all or nothing.
+
+        Errors as for ``Sequence.commit``, and ``InvalidArgumentError`` for a sequence given twice
+        or of another cache and for counts that do not match.
+        """
+        self._ledger.commit_many(states_of(seqs), _as_list(counts, "counts"))
+
+    def append_tokens(
+        self, seqs: Iterable[Sequence], tokens: Any, counts: Any = None
+    ) -> None:
+        """Add tokens to the known histories of many sequences in one step, all or nothing.
+
+        ``tokens``: one per sequence, or, with ``counts``, ``sum(counts)`` of them in the order of
+        ``seqs``; a list or integer array of values 0…2^32 - 1. Errors as for
+        ``Sequence.append_tokens`` and ``commit``.
+        """
+        each = None if counts is None else _as_list(counts, "counts")
+        self._ledger.append_many(states_of(seqs), as_tokens(tokens), each)
 
     def block_tables(
         self, seqs: Iterable[Sequence], lengths: Any = None, *, group: int = 0

@@ -22,8 +22,6 @@ from pagedcache.reading import AppendedViews, SequenceReading
 if TYPE_CHECKING:
     from pagedcache.bookkeeping import SlotMapping
 
-_UINT32_MAX = 2**32 - 1
-
 
 class AppendResult(NamedTuple):
     """What ``append`` gives back; unpacks as ``views, start``."""
@@ -74,8 +72,7 @@ class Sequence(SequenceReading):
 
         Raises ``InvalidArgumentError`` for a value outside uint32 and ``SequenceTooLongError``.
         """
-        value = as_count(token, "token", most=_UINT32_MAX)
-        self._cache._ledger.append_tokens(self._state, as_tokens((value,)))
+        self._cache._ledger.append_token(self._state, token)
 
     def append_tokens(self, tokens: Any) -> None:
         """Add tokens (list, tuple, range or integer array) to the known history, as above."""
