@@ -232,3 +232,83 @@ def test_page_table():
         indptr, indices, last = cache.page_table([])
         assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0], [], [])
         refused(cache, lambda: cache.page_table(seqs, [1, 13, 1]), pc.InvalidPositionError)
+
+
+# ---- a whole step in one call ----------------------------------------------------------------
+
+
+def test_a_batch_step_equals_single_calls() -> None:
+    # SPEC F25, F26, F28a: same lengths, tokens and cached blocks as one call per sequence
+    spec = pc.CacheSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4)
+    with (
+        pc.PagedKVCache(spec, 64, storage=None) as one,
+        pc.PagedKVCache(spec, 64, storage=None) as many,
+    ):
+        prompts = [list(range(100 * i, 100 * i + 5 + i)) for i in range(4)]
+        singles = [one.open(prompt) for prompt in prompts]
+        batch = [many.open(prompt) for prompt in prompts]
+        for seq in singles:
+            seq.commit(seq.num_tokens)
+        many.commit(batch, [seq.num_tokens for seq in batch])
+        for step in range(9):
+            tokens = [1000 * step + i for i in range(4)]
+            for seq, token in zip(singles, tokens, strict=True):
+                seq.append_token(token)
+                seq.prepare(1)
+                seq.commit(1)
+            many.append_tokens(batch, tokens)
+            many.prepare(batch, [1] * 4)
+            many.commit(batch, [1] * 4)
+            for a, b in zip(singles, batch, strict=True):
+                assert a.tokens.tolist() == b.tokens.tolist()
+                assert (a.seq_len, a.num_tokens) == (b.seq_len, b.num_tokens)
+            assert one.num_cached_blocks == many.num_cached_blocks
+            one.check()
+            many.check()
+        several = [[1], [2, 3], [], [4]]
+        many.append_tokens(batch, [t for some in several for t in some], [1, 2, 0, 1])
+        for seq, some in zip(batch, several, strict=True):
+            assert seq.tokens.tolist()[seq.seq_len:] == some
+
+
+def test_a_batch_step_is_all_or_nothing() -> None:
+    # SPEC F23, CASE C59
+    spec = pc.CacheSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, max_seq_len=12)
+    with pc.PagedKVCache(spec, 16, storage=None) as cache:
+        a, b = cache.open(range(6)), cache.open(range(50, 62))
+        cache.commit([a, b], [6, 12])
+        a.prepare(2)
+        for call in (
+            lambda: cache.commit([a, b], [1, 1]),               # b has no room
+            lambda: cache.append_tokens([a, b], [7, 8]),        # b is at max_seq_len
+            lambda: cache.commit([a, a], [1, 1]),
+            lambda: cache.append_tokens([a, a], [7, 8]),
+            lambda: cache.commit([a], [1, 1]),
+            lambda: cache.append_tokens([a], [1, 2]),
+            lambda: cache.append_tokens([a], [2**32]),
+            lambda: cache.commit([a], [-1]),
+        ):
+            with pytest.raises(pc.PagedCacheError):
+                call()
+            assert (a.seq_len, a.num_tokens, b.seq_len) == (6, 6, 12)
+            cache.check()
+
+
+def test_forks_that_commit_shared_work_must_agree() -> None:
+    # SPEC F25: one block cannot promise two different tokens
+    spec = pc.CacheSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4)
+    with pc.PagedKVCache(spec, 16, storage=None) as cache:
+        parent = cache.open(range(4))
+        parent.prepare(4)
+        child = parent.fork()
+        cache.commit([parent, child], [4, 4])                   # the same four tokens
+        assert cache.num_cached_blocks == 1
+        cache.check()
+        other = cache.open((), salt="b")
+        other.prepare(4)
+        twin = other.fork()
+        cache.append_tokens([other, twin], [1, 2, 3, 4, 1, 2, 3, 5], [4, 4])
+        with pytest.raises(pc.InvalidArgumentError):
+            cache.commit([other, twin], [4, 4])
+        assert (other.seq_len, twin.seq_len) == (0, 0)
+        cache.check()
