@@ -5,7 +5,7 @@
 would hide the wheel that was just installed. The root is taken off the path whenever
 ``pagedcache`` can be found without it; an editable install is found that way too. Only where
 nothing is installed does the source tree serve. The header of the run says which one it was;
-with ``PAGEDCACHE_TEST_INSTALLED=1`` a package inside the checkout stops the run.
+with ``PAGEDCACHE_TEST_INSTALLED=1`` the source tree stops the run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _choose_package() -> None:
     before = list(sys.path)
     sys.path[:] = _without_root(before)
     importlib.invalidate_caches()
-    inherited = _without_root(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    inherited = [e for e in _without_root(os.environ.get("PYTHONPATH", "").split(os.pathsep)) if e]
     if importlib.util.find_spec("pagedcache") is None:
         sys.path[:] = before if len(before) > len(sys.path) else [*before, str(ROOT)]
         inherited.insert(0, str(ROOT))
@@ -55,9 +55,9 @@ def _package_dir() -> Path:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(profiles.PROFILE)
-    if os.environ.get("PAGEDCACHE_TEST_INSTALLED") == "1" and _package_dir().is_relative_to(ROOT):
+    if os.environ.get("PAGEDCACHE_TEST_INSTALLED") == "1" and _package_dir().parent == ROOT:
         raise pytest.UsageError(
-            f"PAGEDCACHE_TEST_INSTALLED=1, but the package found is {_package_dir()}: "
+            "PAGEDCACHE_TEST_INSTALLED=1, but the package found is the source tree: "
             "install the wheel into this environment"
         )
 
