@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from pagedcache.errors import InvalidArgumentError
+from pagedcache.errors import InvalidArgumentError, shown
 
 #: Counts above this cannot be blocks or tokens of any machine, and would overflow when added up.
 COUNT_LIMIT = 2**48
@@ -60,8 +60,4 @@ def as_layer(layer: Any, num_layers: int) -> int:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"  # its repr may be refused by Python
-    text = repr(value)
-    shown = text if len(text) <= 60 else text[:57] + "..."
-    return f"{shown} ({type(value).__name__})"
+    return f"{shown(value)} ({type(value).__name__})"

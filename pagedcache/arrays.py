@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedcache.errors import DeviceError, FormatError, InvalidArgumentError, ShapeError
+from pagedcache.errors import DeviceError, FormatError, InvalidArgumentError, ShapeError, shown
 from pagedcache.formats import FORMATS, KVFormat
 
 _ROW_NAMES = ", ".join(fmt.name for fmt in FORMATS.values() if not fmt.is_quantized)
@@ -134,7 +134,9 @@ def _short(value: Any) -> str:
 
 
 def _out_of_range(what: str, index: int, value: int, low: int, high: int) -> InvalidArgumentError:
-    return InvalidArgumentError(f"{what}: value {value} at index {index} is outside {low}…{high}")
+    return InvalidArgumentError(
+        f"{what}: value {shown(value)} at index {index} is outside {low}…{high}"
+    )
 
 
 @cache

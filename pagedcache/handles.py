@@ -6,7 +6,12 @@ import threading
 from typing import Any
 from weakref import WeakValueDictionary
 
-from pagedcache.errors import FreedHandleError, InvalidArgumentError, SequenceNotFoundError
+from pagedcache.errors import (
+    FreedHandleError,
+    InvalidArgumentError,
+    SequenceNotFoundError,
+    shown,
+)
 from pagedcache.reading import SequenceReading
 
 
@@ -39,7 +44,7 @@ class Handles:
             holder = self._by_request.get(request_id)
             if request_id in self._claimed or (holder is not None and not holder.freed):
                 raise InvalidArgumentError(
-                    f"request {request_id!r} is live; free it first or choose another id"
+                    f"request {shown(request_id)} is live; free it first or choose another id"
                 )
             self._claimed.add(request_id)
 

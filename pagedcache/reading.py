@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
 from pagedcache.arguments import as_count, as_layer, as_position
 from pagedcache.arrays import row_format
-from pagedcache.errors import InvalidArgumentError, InvalidPositionError
+from pagedcache.errors import InvalidArgumentError, InvalidPositionError, shown
 from pagedcache.guards import NoCopy
 from pagedcache.views import BlockView, PackedView, ViewList, ViewSource
 
@@ -211,7 +211,7 @@ class SequenceReading(NoCopy):
         return storage, layer, first, last, ledger.pin_range(state, first, last)
 
     def __repr__(self) -> str:
-        name = f" {self.request_id!r}" if self.request_id is not None else ""
+        name = f" {shown(self.request_id)}" if self.request_id is not None else ""
         if self.freed:
             return f"<Sequence {self.seq_id}{name}: freed>"
         return (
@@ -237,7 +237,11 @@ class AppendedViews(NoCopy, SequenceABC[BlockView]):
     def __len__(self) -> int:
         return -(-self._stop // self._seq.block_size)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> BlockView: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockView]: ...
+    def __getitem__(self, index: int | slice) -> BlockView | list[BlockView]:
         return self._views()[index]
 
     def __iter__(self) -> Iterator[BlockView]:

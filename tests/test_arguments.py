@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from cachekit import make_cache, refused, rows
 
 from pagedcache.arguments import COUNT_LIMIT, as_count, as_integer, as_layer, as_position
-from pagedcache.errors import InvalidArgumentError
+from pagedcache.errors import InvalidArgumentError, OutOfBlocksError, PagedCacheError
 
 NOT_INTEGERS = [True, False, np.bool_(True), 1.0, np.float32(2), "3", b"3", None, [1], 1j]
 
@@ -50,3 +51,46 @@ def test_layers(layer):
     assert as_layer(np.int64(0), 2) == 0
     with pytest.raises(InvalidArgumentError, match="layer must be"):
         as_layer(layer, 2)
+
+
+def test_numbers_too_long_to_write_out_are_refused_by_size():
+    # SPEC 7: every refusal is typed, also where Python will not print the number
+    huge = 10**5000
+    with make_cache(4) as cache, cache.open([1, 2]) as seq:
+        k, v = rows(cache.spec, 0, [1])
+        for call in (
+            lambda: cache.prepare([seq], [huge]),
+            lambda: seq.prepare(huge),
+            lambda: cache.block_tables([seq], [huge]),
+            lambda: cache.store(0, k, v, [huge]),
+            lambda: cache.open([huge]),
+            lambda: seq.append_token(huge),
+            lambda: seq.gather(0, 0, huge),
+            lambda: seq.truncate(huge),
+            lambda: cache.sequence(huge),
+            lambda: cache.update_tokens(seq.seq_id, huge),
+            lambda: cache.copies_done(huge),
+        ):
+            refused(cache, call, PagedCacheError, seq)
+        with cache.open([1], request_id=huge) as named:
+            assert "16610 bits" in repr(named)
+
+
+def test_numbers_are_read_once():
+    # A count that changes between the check and its use must not pass the check.
+    class Fickle:
+        reads = 0
+
+        def __index__(self):
+            Fickle.reads += 1
+            return 1 if Fickle.reads == 1 else 10**6
+
+    with make_cache(4) as cache, cache.open() as seq:
+        assert len(cache.prepare([seq], [Fickle()])) == 1
+        assert Fickle.reads == 1
+
+
+def test_asking_for_the_blocks_of_a_huge_step_takes_no_memory():
+    with make_cache(4, B=4) as cache, cache.open() as seq:
+        assert seq.blocks_needed(2**47) == 2**45
+        refused(cache, lambda: seq.prepare(2**39), OutOfBlocksError, seq)

@@ -81,10 +81,13 @@ cdef int64_t int_argument(object x, str name, int64_t lo, int64_t hi) except? -9
 
 cdef int64_t any_integer(object x, str name, object lo, object hi) except? -9:
     """The same for every other type, and with the words for what is refused."""
-    if isinstance(x, bool) or not hasattr(x, "__index__"):
+    try:
+        value = None if isinstance(x, bool) else operator.index(x)
+    except TypeError:                 # an array of several integers has __index__ and refuses
+        value = None
+    if value is None:
         raise errors.InvalidArgumentError(
             f"{name}: expected an integer, got {type(x).__name__} {x!r:.60}")
-    value = operator.index(x)
     if value < lo or value > hi:
         raise errors.InvalidArgumentError(
             f"{name}: expected {lo} to {hi}, got {errors.shown(value)}")
