@@ -90,18 +90,20 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 __all__ = ["__version__", *sorted(_HOMES)]
 
 
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
+if not TYPE_CHECKING:  # a type checker must see that a name does not exist
 
-    home = _HOMES.get(name)
-    if home is not None:
-        value = getattr(import_module(f"{__name__}.{home}"), name)
-    elif name in _NAMES:
-        value = import_module(f"{__name__}.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        from importlib import import_module
+
+        home = _HOMES.get(name)
+        if home is not None:
+            value = getattr(import_module(f"{__name__}.{home}"), name)
+        elif name in _NAMES:
+            value = import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
