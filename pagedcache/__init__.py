@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pagedcache.errors import PagedCacheError as PagedCacheError
     from pagedcache.errors import PendingCopyError as PendingCopyError
     from pagedcache.errors import PrefixNotFoundError as PrefixNotFoundError
+    from pagedcache.errors import ReentrantCallError as ReentrantCallError
     from pagedcache.errors import SequenceNotFoundError as SequenceNotFoundError
     from pagedcache.errors import SequenceTooLongError as SequenceTooLongError
     from pagedcache.errors import ShapeError as ShapeError
@@ -75,8 +76,8 @@ _NAMES = {
     "errors": "BlockError CopyRefusedError CorruptionError CudaUnavailableError DeviceError "
     "ForkedProcessError FormatError FreedHandleError InvalidArgumentError InvalidPositionError "
     "NonFiniteError OutOfBlocksError PagedCacheError PendingCopyError PrefixNotFoundError "
-    "SequenceNotFoundError SequenceTooLongError ShapeError SlotError StaleMappingError "
-    "StorageMemoryError",
+    "ReentrantCallError SequenceNotFoundError SequenceTooLongError ShapeError SlotError "
+    "StaleMappingError StorageMemoryError",
     "formats": "FORMATS KVFormat get_format",
     "hashing": "compute_block_hash compute_block_hashes compute_prefix_hash",
     "prefix_cache": "PrefixCache",
