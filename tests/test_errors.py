@@ -66,6 +66,7 @@ TABLE: dict[str, tuple[tuple[object, ...], dict[str, object], tuple[type, ...], 
         ["Sequence", "pickled"],
     ),
     "ForkedProcessError": (("this pool",), {"what": "this pool"}, (RuntimeError,), ["this pool"]),
+    "ReentrantCallError": ((), {}, (RuntimeError,), ["finalizer", "free()"]),
     "InvalidPositionError": (
         (12, 10, "past the end"),
         {"position": 12, "length": 10, "reason": "past the end"},
