@@ -11,7 +11,6 @@ Blank blocks are handed out first, then never used ones, then the least recently
 Sequences give back their tail first, so a prefix is evicted from its tail.
 """
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memset
 
 import os
 
@@ -146,6 +145,17 @@ cdef inline void link_newest(pool_t *p, int32_t b) noexcept nogil:
     p.newest = b
 
 
+cdef inline void link_before(pool_t *p, int32_t b, int32_t at) noexcept nogil:
+    """Enter ``b`` as just older than ``at``."""
+    p.prev[b] = p.prev[at]
+    p.next[b] = at
+    if p.prev[at] != NONE:
+        p.next[p.prev[at]] = b
+    else:
+        p.oldest = b
+    p.prev[at] = b
+
+
 cdef inline void to_blank(pool_t *p, int32_t b) noexcept nogil:
     p.next[b] = p.blank
     p.blank = b
@@ -213,18 +223,14 @@ cdef void retire(pool_t *p, int32_t b) noexcept nogil:
         if p.prev[b] != NONE or p.next[b] != NONE or (n.parent != 0 and parent == NONE):
             forget_block(p, b)        # another copy is resident, or nothing can reach this one
         else:
-            link_newest(p, b)
             p.num_idle += 1
-            # An ancestor must not be evicted before its descendant. It is idle already only when
-            # this block was held longer than it, by a view.
-            while parent != NONE:
-                at = p.index.nodes[parent].block
-                if in_use(p, at):
-                    break
-                unlink_idle(p, at)
-                link_newest(p, at)
-                p.steps += 1
-                parent = alive(p, p.index.nodes[parent].parent)
+            # An ancestor must not be evicted before its descendant. The parent is idle already
+            # only when this block was held longer than it, by a view.
+            at = NONE if parent == NONE else p.index.nodes[parent].block
+            if at == NONE or in_use(p, at):
+                link_newest(p, b)
+            else:
+                link_before(p, b, at)
             return
     to_blank(p, b)
 

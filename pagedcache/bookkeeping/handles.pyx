@@ -15,7 +15,7 @@ from pagedcache.bookkeeping.block_pool cimport (
     BlockPool, drop, enter, fork_generation, leave, pin_block, unpin_block,
 )
 from pagedcache.bookkeeping.sequences cimport (
-    high_water, num_tokens, num_written, seq_destroy, seq_free, written_end,
+    num_tokens, num_written, written_end,
 )
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
@@ -246,6 +246,9 @@ cdef class Pin:
     def __init__(self):
         raise InvalidArgumentError("a Pin is made by a Ledger")
 
+    def __reduce__(self):
+        raise InvalidArgumentError("a Pin cannot be copied or pickled")
+
     def __dealloc__(self):
         if self.pin != NULL:
             drop(self.pool.p, self.pin)
@@ -332,6 +335,9 @@ cdef class SlotMapping:
 
     def __init__(self):
         raise InvalidArgumentError("a SlotMapping is made by prepare()")
+
+    def __reduce__(self):
+        raise InvalidArgumentError("a SlotMapping cannot be copied or pickled; prepare() again")
 
     def __dealloc__(self):
         pc_release(self.blocks)

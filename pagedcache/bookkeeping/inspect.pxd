@@ -6,7 +6,6 @@ cdef struct fragmentation_t:
     int64_t used
     int64_t free
     int64_t largest_free_run
-    int64_t part_filled_slots
     int64_t wasted
     int64_t with_tokens
     int64_t tokens

@@ -127,22 +127,17 @@ cdef result_t check_pool(pool_t *p) noexcept nogil:
     return r
 
 
-cdef inline int64_t filled(seq_t *s) noexcept nogil:
-    """Tokens whose bytes the sequence vouches for: computed, or written by its own appends."""
-    return s.computed
-
-
 cdef result_t measure(pool_t *p, fragmentation_t *out) noexcept nogil:
     """Holes, waste and free runs (SPEC F18)."""
     cdef int32_t *fill = <int32_t *> pc_calloc(p.fresh, sizeof(int32_t))
     cdef seq_t *s
     cdef int64_t i, end, run = 0
-    cdef int32_t b, n, top = NONE
+    cdef int32_t b, n
     if fill == NULL:
         return answer(E_MEMORY, <int64_t> p.fresh * 4)
     s = p.first
     while s != NULL:
-        end = filled(s)
+        end = high_water(p, s)      # computed, or written by its own appends
         for i in range(s.num_blocks):
             if end <= i * p.block_size:
                 break
@@ -164,7 +159,6 @@ cdef result_t measure(pool_t *p, fragmentation_t *out) noexcept nogil:
             out.holes += 1
             out.largest_free_run = max(out.largest_free_run, run)
         run = 0
-        top = b
         out.used += 1
         if fill[b] > 0:
             out.with_tokens += 1

@@ -33,6 +33,7 @@ class Ledger:
         extra_keys: _ExtraKeys = None,
         allocate_upto: int = -1,
         resumed: bool = False,
+        room: int = 0,
     ) -> SeqState: ...
     def allocate_tokens(
         self, seq: SeqState, tokens: _Tokens, allocate_upto: int = -1, resumed: bool = False

@@ -7,7 +7,7 @@ other call waits, calls the mover it was given, and applies afterwards, or undoe
 the mover failed. With ``deferred_copies`` the engine moves the bytes: the copies are queued and
 their blocks stay pinned until it says that they are done.
 """
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t
 from libc.string cimport memcpy
 
 import numpy as np
@@ -32,9 +32,9 @@ from pagedcache.bookkeeping.exports cimport (
 from pagedcache.bookkeeping.handles cimport (
     Pin, SeqState, SlotMapping, enter_fast, new_pin, new_state,
 )
-from pagedcache.bookkeeping.inspect cimport check_pool, fragmentation_t, measure
+from pagedcache.bookkeeping.inspect cimport fragmentation_t, measure
 from pagedcache.bookkeeping.sequences cimport (
-    append_tokens, commit, fork, high_water, identity_drop, identity_new, num_tokens,
+    append_tokens, commit, fork, identity_drop, identity_new, num_tokens,
     seq_destroy, seq_free, seq_link, seq_new, table_reserve, tokens_reserve, truncate,
     written_end,
 )
@@ -43,7 +43,7 @@ from pagedcache.bookkeeping.steps cimport append_many, commit_many
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
 from pagedcache.bookkeeping.writing cimport (
-    apply_writes, cancel_privates, max_privates, plan_t, plan_writes, private_t, take_privates,
+    apply_writes, cancel_privates, plan_t, plan_writes, private_t, take_privates,
     write_t,
 )
 
@@ -153,9 +153,9 @@ cdef class Ledger:
         cdef result_t r
         cdef int32_t target = NONE
         if (scratch == NULL or not tokens_reserve(s, n)
-                or not table_reserve(s, blocks_for(n, p.block_size))):
+                or not table_reserve(s, blocks_for(max(n, upto), p.block_size))):
             pc_release(scratch)
-            raise StorageMemoryError(size + n * 4, "a sequence")
+            raise StorageMemoryError(size + max(n, upto) * 4, "a sequence")
         if n > 0:                     # matched and kept: the same bytes, whatever the caller does
             memcpy(s.tokens, tokens, n * sizeof(uint32_t))
         try:
@@ -191,7 +191,7 @@ cdef class Ledger:
                 if r.code == OK:
                     s.known = n
                     s.history = n
-                    s.opened = max(s.opened, n)
+                    s.opened = max(s.opened, n, upto)
                     count_open(p, &m, n, resumed)
                     if s.serial == 0:
                         seq_link(p, s)
@@ -221,14 +221,17 @@ cdef class Ledger:
         return upto
 
     def open(self, tokens, bytes root=b"", list extra_keys=None, allocate_upto=-1,
-             bint resumed=False):
+             bint resumed=False, room=0):
         """Admit a prompt (uint32 array): hits are shared, the rest is allocated. -> SeqState.
 
+        ``room``: blocks for at least so many tokens, known or not (at most the pool's size).
         Raises OutOfBlocksError when even a cold prompt would not fit; nothing has changed then.
         """
         cdef int64_t n = 0
         cdef const uint32_t *raw = token_pointer(tokens, &n)
-        cdef int64_t upto = self._checked_prompt(n, allocate_upto)
+        cdef int64_t longest = <int64_t> self.pool.p.num_blocks * self.pool.p.block_size
+        cdef int64_t upto = max(self._checked_prompt(n, allocate_upto),
+                                int_argument(room, "room", 0, longest))
         cdef SeqState handle = new_state(self.pool)
         cdef identity_t *who = make_identity(root, extra_keys or [])
         cdef seq_t *s = seq_new(self.pool.p, who)

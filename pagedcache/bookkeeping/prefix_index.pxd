@@ -15,4 +15,3 @@ cdef bint index_register(pool_t *p, int32_t block, uint64_t parent, const uint32
                          const uint8_t *extra, int64_t extra_size,
                          int32_t *displaced) noexcept nogil
 cdef bint index_unregister(pool_t *p, int32_t block) noexcept nogil
-cdef void index_move(pool_t *p, int32_t slot, int32_t block) noexcept nogil

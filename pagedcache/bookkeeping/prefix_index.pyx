@@ -340,8 +340,3 @@ cdef bint index_unregister(pool_t *p, int32_t block) noexcept nogil:
         return False
     bury(p, slot)
     return n.children > 0
-
-
-cdef void index_move(pool_t *p, int32_t slot, int32_t block) noexcept nogil:
-    """The node's first copy has moved to another id."""
-    p.index.nodes[slot].block = block

@@ -196,14 +196,6 @@ cdef int64_t num_written(pool_t *p, seq_t *s) noexcept nogil:
     return least
 
 
-cdef int64_t high_water(pool_t *p, seq_t *s) noexcept nogil:
-    """End of the positions that any layer may hold bytes for."""
-    cdef int64_t i, most = s.computed
-    for i in range(p.num_layers):
-        most = max(most, s.written[i])
-    return most
-
-
 cdef int64_t num_tokens(pool_t *p, seq_t *s) noexcept nogil:
     """Known, opened for, computed or written: what truncate may be asked for."""
     return max(max(s.history, s.opened), high_water(p, s))

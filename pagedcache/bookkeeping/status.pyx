@@ -1,6 +1,6 @@
 # cython: language_level=3
 """The one place where the bookkeeping's answers become exceptions."""
-from libc.stdint cimport INT64_MAX, int64_t
+from libc.stdint cimport int64_t
 
 import operator
 

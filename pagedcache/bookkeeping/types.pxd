@@ -198,5 +198,13 @@ cdef inline bint viewed(pool_t *p, int32_t block) noexcept nogil:
     return p.pins[block] > 0 and p.flags[block] & FLAG_MUST_COPY
 
 
+cdef inline int64_t high_water(pool_t *p, seq_t *s) noexcept nogil:
+    """End of the positions that any layer may hold bytes for."""
+    cdef int64_t i, most = s.computed
+    for i in range(p.num_layers):
+        most = max(most, s.written[i])
+    return most
+
+
 cdef inline int64_t blocks_for(int64_t tokens, int64_t block_size) noexcept nogil:
     return (tokens + block_size - 1) // block_size

@@ -18,12 +18,11 @@ cdef struct write_t:
 cdef struct plan_t:
     write_t *writes
     int64_t num_writes
-    private_t *privates      # room for max_privates()
+    private_t *privates      # room for count // block_size + 2 of each write
     int64_t num_privates
     int64_t num_copies
     int64_t fresh            # blocks to take in all
 
-cdef int64_t max_privates(pool_t *p, write_t *writes, int64_t n) noexcept nogil
 cdef result_t plan_writes(pool_t *p, plan_t *plan) noexcept nogil
 cdef void take_privates(pool_t *p, plan_t *plan) noexcept nogil
 cdef void cancel_privates(pool_t *p, plan_t *plan) noexcept nogil

@@ -8,21 +8,8 @@ blocks so that bytes can be copied; apply_writes() cannot fail, cancel_privates(
 from libc.stdint cimport int32_t, int64_t
 
 from pagedcache.bookkeeping.block_pool cimport pin_block, release_block, take, unpin_block
-from pagedcache.bookkeeping.sequences cimport high_water, table_reserve
+from pagedcache.bookkeeping.sequences cimport table_reserve
 from pagedcache.bookkeeping.types cimport *
-
-
-cdef int64_t max_privates(pool_t *p, write_t *writes, int64_t n) noexcept nogil:
-    """The most blocks of these ranges that lie in the tables as they are (lengths only)."""
-    cdef int64_t i, first, last, total = 0
-    for i in range(n):
-        if writes[i].count <= 0:
-            continue
-        first = writes[i].start // p.block_size
-        last = min(blocks_for(writes[i].start + writes[i].count, p.block_size),
-                   writes[i].seq.num_blocks)
-        total += max(<int64_t> 0, last - first)
-    return total
 
 
 cdef bint must_replace(pool_t *p, int32_t b, write_t *w) noexcept nogil:
