@@ -36,16 +36,10 @@ class IdStyle:
         count = as_count(num_tokens, "num_tokens")
         ledger = self._ledger
         self._refuse_early(ledger, count)
-        state = ledger.open(as_tokens(()))
-        try:
-            ledger.extend(state, count)
-        except BaseException:  # another thread took the blocks in between
-            ledger.free(state)
-            raise
-        return self._own(state)
+        return self._own(ledger.open(as_tokens(()), room=count))
 
     def _refuse_early(self, ledger: Any, num_tokens: int) -> None:
-        """Raise before a sequence is made (and counted) what ``extend`` would raise after."""
+        """Raise what the ledger does not: a request that no sequence and no pool can hold."""
         longest, pool = self.spec.max_seq_len, ledger.pool
         if longest is not None and num_tokens > longest:
             raise SequenceTooLongError(num_tokens, longest)

@@ -10,7 +10,7 @@ import numpy as np
 
 from pagedcache.arguments import as_count, as_layer, as_position
 from pagedcache.arrays import row_format
-from pagedcache.errors import InvalidArgumentError, InvalidPositionError, shown
+from pagedcache.errors import InvalidArgumentError, InvalidPositionError, PagedCacheError, shown
 from pagedcache.guards import NoCopy
 from pagedcache.views import BlockView, PackedView, ViewList, ViewSource
 
@@ -214,10 +214,11 @@ class SequenceReading(NoCopy):
         name = f" {shown(self.request_id)}" if self.request_id is not None else ""
         if self.freed:
             return f"<Sequence {self.seq_id}{name}: freed>"
-        return (
-            f"<Sequence {self.seq_id}{name}: {self.seq_len} of {self.num_tokens} tokens computed, "
-            f"{self.num_blocks} blocks>"
-        )
+        try:
+            lengths = f"{self.seq_len} of {self.num_tokens} tokens computed"
+            return f"<Sequence {self.seq_id}{name}: {lengths}, {self.num_blocks} blocks>"
+        except PagedCacheError:  # freed in between, or this is a forked child
+            return f"<Sequence {self.seq_id}{name}: not usable>"
 
 
 class AppendedViews(NoCopy, SequenceABC[BlockView]):

@@ -286,20 +286,23 @@ cdef void name_tokens(seq_t *s, const uint32_t *tokens, int64_t n) noexcept nogi
 
 cdef result_t own_range(pool_t *p, seq_t *s, int64_t end) noexcept nogil:
     """Every block of the range is the sequence's own, or was prepared by it before it was shared,
-    or is cached under the very tokens that are committed."""
-    cdef int64_t i, first, last
+    or is cached under the very tokens that are committed, as far as they are known (a block with a
+    token of unknown value is never cached for this sequence, nor is any behind it)."""
+    cdef int64_t i, last, named
     cdef int32_t b
     cdef int64_t start = s.computed
+    if end == start:
+        return answer(OK)
     for i in range(start // p.block_size, blocks_for(end, p.block_size)):
         b = s.table[i]
         if p.flags[b] & FLAG_PENDING:
             return answer(E_PENDING, b, 0)
-        first = max(start, i * p.block_size)
         last = min(end, (i + 1) * p.block_size)
         if p.node[b] != NONE:
-            if last <= s.known and memcmp(
-                    tokens_of(p, p.node[b]) + first - i * p.block_size, s.tokens + first,
-                    (last - first) * sizeof(uint32_t)) == 0 and last <= s.vouched:
+            named = min(last, s.known) - i * p.block_size
+            if last <= s.vouched and (named <= 0 or memcmp(
+                    tokens_of(p, p.node[b]), s.tokens + i * p.block_size,
+                    named * sizeof(uint32_t)) == 0):
                 continue
             return answer(E_ARGUMENT, 0, end - start, start)
         if (p.refs[b] > 1 or viewed(p, b)) and last > s.vouched:
