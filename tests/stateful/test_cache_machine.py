@@ -1,0 +1,659 @@
+"""Random histories of a whole cache against a model made of lists and dicts.
+
+The model knows, for every sequence, its tokens, its lengths and which write put each token's K
+and V where (every write has its own number, a *mark*). After each step the library checks
+itself, and every live sequence and every held view is read back and compared bit for bit.
+
+What may hit is known from below and above: never more than a common prefix that was committed
+under the same salt since the last reset, with the very bytes of one such commit; never less
+than what a live sequence still holds; and exactly the best of it while nothing was evicted.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from cachekit import stored
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from profiles import STATEFUL
+
+import pagedcache as pc
+from pagedcache.errors import (
+    FreedHandleError,
+    InvalidArgumentError,
+    InvalidPositionError,
+    OutOfBlocksError,
+    PagedCacheError,
+)
+
+MARKS = 2000
+FORMATS = [
+    ("float32", "float32", 2),
+    ("float32", "float32", 3),
+    ("float16", "float16", 2),
+    ("q8", "q8", 32),
+    ("q4", "q4", 32),
+    ("q8", "q4", 40),
+    ("q8_0", "float16", 32),
+]
+OPERATIONS = {  # how often each is tried
+    "open": 8,
+    "pressure": 2,
+    "grow": 8,
+    "append_one_layer": 2,
+    "commit": 3,
+    "append_tokens": 2,
+    "truncate": 3,
+    "update_tokens": 1,
+    "fork": 4,
+    "free": 4,
+    "prepare_and_store": 4,
+    "rewrite": 2,
+    "defragment": 2,
+    "compact": 1,
+    "reset": 1,
+    "hold_views": 2,
+    "release_views": 1,
+    "probe": 1,
+    "refused": 1,
+}
+OPTIONAL = [name for name in OPERATIONS if name not in ("open", "grow", "commit", "free")]
+CANDIDATES = 8
+"""Blocks with the same parent and first token that a partial hit looks at."""
+
+
+@lru_cache
+def tables(k_format: str, v_format: str, dim: int) -> tuple[np.ndarray, ...]:
+    """Rows of every mark as written and as read: K, V, K read, V read, ``[MARKS + 1, 1, dim]``."""
+    k = np.repeat(np.arange(MARKS + 1, dtype=np.float32), dim).reshape(-1, 1, dim)
+    return k, -k, stored(k, k_format), stored(-k, v_format)
+
+
+class Model:
+    """What one sequence must look like."""
+
+    def __init__(self, handle: pc.Sequence, salt: str, tokens: list[int], layers: int) -> None:
+        self.handle, self.salt = handle, salt
+        self.tokens = list(tokens)  # known from the start
+        self.history = len(tokens)
+        self.opened = len(tokens)
+        self.computed = 0
+        self.blocks = 0
+        self.written = [0] * layers
+        self.marks: list[list[int]] = [[] for _ in range(layers)]
+        self.cached: list[bool] = []  # per full block: registered through an unbroken chain
+
+    def end(self, layer: int) -> int:
+        return max(self.written[layer], self.computed)
+
+    @property
+    def num_written(self) -> int:
+        return min(self.end(layer) for layer in range(len(self.written)))
+
+    @property
+    def high_water(self) -> int:
+        return max(self.computed, *self.written)
+
+    @property
+    def num_tokens(self) -> int:
+        return max(self.history, self.opened, self.high_water)
+
+    def put(self, layer: int, start: int, marks: list[int]) -> None:
+        row = self.marks[layer]
+        assert start <= len(row)
+        row[start : start + len(marks)] = marks
+
+    def cut(self, n: int, keep_blocks: bool, block_size: int) -> None:
+        self.computed = min(self.computed, n)
+        self.history = min(self.history, n)
+        del self.tokens[n:]
+        self.written = [min(w, n) for w in self.written]
+        for row in self.marks:
+            del row[n:]
+        del self.cached[n // block_size :]
+        if not keep_blocks:
+            self.opened = min(self.opened, n)
+            self.blocks = min(self.blocks, -(-n // block_size))
+
+    def forked(self, handle: pc.Sequence) -> Model:
+        twin = Model(handle, self.salt, self.tokens, len(self.written))
+        twin.history, twin.opened = self.history, self.opened
+        twin.computed, twin.blocks = self.computed, self.blocks
+        twin.written = list(self.written)
+        twin.marks = [list(row) for row in self.marks]
+        twin.cached = list(self.cached)
+        return twin
+
+
+class CacheMachine(RuleBasedStateMachine):
+    cache: pc.PagedKVCache | None = None
+
+    @initialize(
+        fmt=st.sampled_from(FORMATS),
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(4, 12),
+        layers=st.integers(1, 2),
+        layout=st.sampled_from(["HND", "NHD"]),
+        partial=st.integers(0, 2),
+        without=st.sets(st.sampled_from(OPTIONAL), max_size=8),
+    )
+    def make(self, fmt, block_size, num_blocks, layers, layout, partial, without):
+        k_format, v_format, dim = fmt
+        spec = pc.CacheSpec(
+            num_layers=layers,
+            num_kv_heads=1,
+            head_dim=dim,
+            block_size=block_size,
+            k_format=k_format,
+            v_format=v_format,
+            layout=layout,
+        )
+        self.cache = pc.PagedKVCache(spec, num_blocks, partial_block_reuse=partial)
+        self.B, self.layers, self.partial, self.total = block_size, layers, partial, num_blocks
+        self.k, self.v, self.k_read, self.v_read = tables(*fmt)
+        self.dense = not spec.k_format.is_quantized and not spec.v_format.is_quantized
+        self.live: list[Model] = []
+        self.prompts: list[tuple[str, list[int]]] = []
+        self.held: list[tuple] = []
+        self.gone: pc.Sequence | None = None
+        self.mark = 0
+        self.fresh_token = 1000
+        self.without = without  # a history without some operations goes deeper into the others
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is cached: (salt, tokens up to a block's end) -> contents ever registered."""
+        self.registered: dict[tuple, set[tuple]] = {}
+        self.sure: set[tuple] = set()
+        self.evicted = self.cache.stats().evicted_blocks
+        for model in self.live:
+            model.cached = [False] * len(model.cached)
+
+    # ---- choices -------------------------------------------------------------------------
+
+    @rule(
+        name=st.sampled_from([name for name, times in OPERATIONS.items() for _ in range(times)]),
+        a=st.integers(0, 63),
+        b=st.integers(0, 63),
+        c=st.integers(0, 3**7 - 1),
+    )
+    def step(self, name, a, b, c):
+        """One operation; ``a`` chooses what it is done to, ``b`` and ``c`` how much."""
+        if name not in self.without:
+            getattr(self, name)(a, b, c)
+
+    def pick(self, a: int) -> Model | None:
+        if not self.live:
+            self.open(a, 0, 5 * a)
+        return self.live[a % len(self.live)] if self.live else None
+
+    @staticmethod
+    def digits(n: int, value: int) -> list[int]:
+        """``n`` tokens of a small alphabet, so that prompts meet."""
+        return [value // 3**i % 3 for i in range(n)]
+
+    def new_marks(self, n: int) -> list[int]:
+        first = self.mark
+        self.mark += n
+        return [(first + i) % MARKS + 1 for i in range(n)]
+
+    def rows(self, marks: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        return self.k[marks], self.v[marks]
+
+    # ---- what may hit --------------------------------------------------------------------
+
+    def children(self, keys, salt: str, prefix: tuple) -> list[tuple]:
+        size, n = len(prefix) + self.B, len(prefix)
+        return [k[1] for k in keys if k[0] == salt and len(k[1]) == size and k[1][:n] == prefix]
+
+    def full_blocks(self, keys, salt: str, tokens: tuple) -> int:
+        f = 0
+        while (f + 1) * self.B <= len(tokens) and (salt, tokens[: (f + 1) * self.B]) in keys:
+            f += 1
+        return f
+
+    def most(self, keys, salt: str, tokens: tuple) -> tuple[int, int, bool]:
+        """(least, most, whether both are exact) hit tokens if everything in ``keys`` is there."""
+        n, B = len(tokens), self.B
+        f = self.full_blocks(keys, salt, tokens)
+        if f and f * B == n:
+            return n - 1, n - 1, True
+        start = f * B
+        if not self.partial or n - 1 <= start:
+            return start, start, True
+        found = self.children(keys, salt, tokens[:start])
+        same_first = [c for c in found if c[start] == tokens[start]]
+        common = 0
+        for child in same_first:
+            r = 0
+            while r < B and start + r < n - 1 and child[start + r] == tokens[start + r]:
+                r += 1
+            common = max(common, r)
+        best = start + common if common >= self.partial else start
+        exact = len(same_first) <= CANDIDATES or best == start
+        return (best if exact else start), best, exact
+
+    def check_hit(self, hit: int, salt: str, tokens: list[int], free: int) -> None:
+        n, prompt = len(tokens), tuple(tokens)
+        assert hit <= max(0, n - 1)
+        if not n:
+            return
+        _, most, _ = self.most(self.registered, salt, prompt)
+        assert hit <= most, (hit, most)
+        if free < -(-n // self.B) + 1:
+            return  # hits may have been given up for lack of blocks
+        if self.cache.stats().evicted_blocks == self.evicted_before_open == self.evicted:
+            least, most, _ = self.most(self.sure, salt, prompt)
+            assert least <= hit <= most, (least, hit, most)
+        for model in self.live:
+            if model.salt != salt:
+                continue
+            chain = 0
+            while chain < len(model.cached) and model.cached[chain]:
+                chain += 1
+            common = 0
+            while (
+                common < chain
+                and (common + 1) * self.B <= n
+                and model.tokens[: (common + 1) * self.B] == tokens[: (common + 1) * self.B]
+            ):
+                common += 1
+            assert hit >= min(common * self.B, n - 1), (hit, common)
+
+    def take_hit(self, model: Model, hit: int) -> None:
+        """The hit's bytes are those of one commit per block; from now on the model knows them."""
+        for layer in range(self.layers):
+            k, _ = model.handle.gather(layer, 0, hit, dtype=np.float32)
+            model.marks[layer] = np.rint(k[:, 0, 0]).astype(int).tolist()
+        prompt = tuple(model.tokens)
+        for start in range(0, hit, self.B):
+            stop = min(start + self.B, hit)
+            content = tuple(tuple(row[start:stop]) for row in model.marks)
+            if stop - start == self.B:
+                assert content in self.registered[(model.salt, prompt[:stop])]
+                model.cached.append(True)
+                continue
+            heads = {
+                tuple(row[: stop - start] for row in c)
+                for key, contents in self.registered.items()
+                if key[0] == model.salt
+                and len(key[1]) == start + self.B
+                and key[1][:stop] == prompt[:stop]
+                for c in contents
+            }
+            assert content in heads
+        model.computed = hit
+        model.written = [hit] * self.layers
+
+    def register(self, model: Model, old: int) -> None:
+        """Blocks that became full by computing from ``old`` on."""
+        B = self.B
+        for i in range(old // B, model.computed // B):
+            stop = (i + 1) * B
+            known = stop <= len(model.tokens)
+            del model.cached[i:]
+            model.cached.append(known and (i == 0 or model.cached[i - 1]))
+            key = (model.salt, tuple(model.tokens[:stop]))
+            if model.cached[i]:
+                self.sure.add(key)
+            if known:  # behind a block rewritten with the same tokens it may be cached or not
+                content = tuple(tuple(row[stop - B : stop]) for row in model.marks)
+                self.registered.setdefault(key, set()).add(content)
+
+    # ---- operations ----------------------------------------------------------------------
+
+    def admit(self, tokens: list[int], salt: str) -> Model | None:
+        cache = self.cache
+        while len(self.live) >= 6:
+            self.drop(self.live[0])
+        free = cache.num_free_blocks
+        need_cold = -(-len(tokens) // self.B)
+        predicted = cache.probe(tokens, salt)
+        needed = cache.blocks_needed(tokens, salt)
+        self.evicted_before_open = cache.stats().evicted_blocks
+        try:
+            seq = cache.open(tokens, salt)
+        except OutOfBlocksError as e:
+            assert need_cold > free
+            assert e.total == self.total and e.needed > e.available
+            assert cache.num_free_blocks == free
+            return None
+        model = Model(seq, salt, tokens, self.layers)
+        hit = seq.num_cached_tokens
+        assert hit == predicted
+        assert seq.num_blocks - hit // self.B == needed
+        self.check_hit(hit, salt, tokens, free)
+        model.blocks = need_cold
+        self.take_hit(model, hit)
+        self.live.append(model)
+        if len(self.prompts) >= 8:
+            self.prompts.pop(0)
+        self.prompts.append((salt, list(tokens)))
+        return model
+
+    def open(self, a, b, c):
+        salt, tokens = "s" if a % 8 == 7 else "", []
+        if self.prompts and b % 8 < 6:
+            salt, tokens = self.prompts[b % len(self.prompts)]
+            tokens = tokens[: b // 4]
+        model = self.admit([*tokens, *self.digits(a % 8, c)], salt)
+        if model is not None and a < 48:
+            self.write(model, len(model.tokens) - model.computed)
+            self.commit_all(model)
+
+    def pressure(self, a, b, c):
+        """Tokens never seen before: takes free blocks first, then evicts, commits and goes."""
+        n = (b % 3 + 1) * self.B
+        model = self.admit(list(range(self.fresh_token, self.fresh_token + n)), "")
+        self.fresh_token += n
+        if model is not None:
+            assert model.computed == 0
+            self.write(model, n)
+            self.commit_all(model)
+            self.drop(model)
+
+    def write(self, model: Model, n: int) -> bool:
+        for layer in range(self.layers):
+            if not self.append(model, layer, n):
+                return False
+        return True
+
+    def append(self, model: Model, layer: int, n: int) -> bool:
+        start, free = model.end(layer), self.cache.num_free_blocks
+        marks = self.new_marks(n)
+        simple = start == model.computed == model.high_water
+        need = model.handle.blocks_needed(n) if simple else None
+        try:
+            _, at = model.handle.append(layer, *self.rows(marks))
+        except OutOfBlocksError as e:
+            assert need is None or need > free
+            assert e.needed > e.available
+            assert self.cache.num_free_blocks == free
+            return False
+        assert need is None or need <= free
+        assert at == start
+        model.put(layer, start, marks)
+        model.written[layer] = start + n
+        if n:
+            model.blocks = max(model.blocks, -(-(start + n) // self.B))
+        return True
+
+    def commit_all(self, model: Model) -> None:
+        self.commit_some(model, model.num_written - model.computed)
+
+    def commit_some(self, model: Model, n: int) -> None:
+        """Commit; refused only for rows that a fork shared and a sibling gave other tokens."""
+        old, stop = model.computed, model.computed + n
+        try:
+            model.handle.commit(n)
+        except InvalidArgumentError:
+            table = model.handle.block_table.tolist()
+            blocks = table[old // self.B : -(-stop // self.B)]
+            shared = [b for b in blocks if self.cache.pool.is_cached(b)]
+            assert shared and len(model.tokens) > old // self.B * self.B
+            return
+        model.computed += n
+        model.history = max(model.history, model.computed)
+        self.register(model, old)
+
+    def grow(self, a, b, c):
+        model, n = self.pick(a), b % 7
+        if model is None:
+            return
+        if b < 50 and model.history == model.high_water:
+            self.name(model, self.digits(n, c))
+        if self.write(model, n) and c % 4:
+            self.commit_all(model)
+
+    def append_one_layer(self, a, b, c):
+        model = self.pick(a)
+        if model is not None:
+            self.append(model, c % self.layers, b % 4)
+
+    def commit(self, a, b, c):
+        model = self.pick(a)
+        if model is None:
+            return
+        self.commit_some(model, min(b % 7, model.num_written - model.computed))
+
+    def name(self, model: Model, tokens: list[int]) -> None:
+        model.handle.append_tokens(tokens)
+        if len(model.tokens) == model.history:
+            model.tokens += tokens
+        model.history += len(tokens)
+
+    def append_tokens(self, a, b, c):
+        model = self.pick(a)
+        if model is not None and model.num_tokens < 6 * self.B:
+            self.name(model, self.digits(b % 5, c))
+
+    def truncate(self, a, b, c):
+        model = self.pick(a)
+        if model is None:
+            return
+        n = model.num_tokens - b % (model.num_tokens + 1) % 9
+        model.handle.truncate(n)
+        model.cut(n, False, self.B)
+
+    def update_tokens(self, a, b, c):
+        model = self.pick(a)
+        if model is None:
+            return
+        n = model.computed - b % (model.computed + 1) % 6
+        self.cache.update_tokens(model.handle.seq_id, n)
+        model.cut(n, True, self.B)
+
+    def fork(self, a, b, c):
+        model = self.pick(a)
+        if model is None or len(self.live) >= 6:
+            return
+        free = self.cache.num_free_blocks
+        twin = model.forked(model.handle.fork())
+        assert self.cache.num_free_blocks == free
+        self.live.append(twin)
+
+    def drop(self, model: Model) -> None:
+        self.live.remove(model)
+        model.handle.free()
+        self.gone = model.handle
+
+    def free(self, a, b, c):
+        if self.live:
+            self.drop(self.live[a % len(self.live)])
+
+    def prepare_and_store(self, a, b, c):
+        """One step of an engine: several sequences, one mapping, one store a layer."""
+        if self.pick(a) is None:
+            return
+        chosen, n, commit = [], b % 5, c % 4 > 0
+        for j in range(min(c % 3 + 1, len(self.live))):
+            model = self.live[(a + j) % len(self.live)]
+            if model.high_water == model.computed:
+                chosen.append((model, n + j))
+        free = self.cache.num_free_blocks
+        try:
+            slots = self.cache.prepare([m.handle for m, _ in chosen], [c for _, c in chosen])
+        except OutOfBlocksError as e:
+            assert e.needed > e.available == free
+            assert self.cache.num_free_blocks == free
+            return
+        assert len(slots) == sum(c for _, c in chosen)
+        marks = [[self.new_marks(c) for _, c in chosen] for _ in range(self.layers)]
+        for layer in range(self.layers):
+            flat = [m for part in marks[layer] for m in part]
+            self.cache.store(layer, *self.rows(flat), slots)
+        for j, (model, c) in enumerate(chosen):
+            if c:
+                model.blocks = max(model.blocks, -(-(model.computed + c) // self.B))
+            if not commit:
+                continue  # written for nothing: the next write goes over it
+            for layer in range(self.layers):
+                model.put(layer, model.computed, marks[layer][j])
+            old = model.computed
+            model.handle.commit(c)
+            model.computed += c
+            model.history = max(model.history, model.computed)
+            self.register(model, old)
+
+    def rewrite(self, a, b, c):
+        """append_kv over tokens that are there: a cached or shared block must not change."""
+        model, layer, n = self.pick(a), c % self.layers, c % 3 + 1
+        if model is None:
+            return
+        start = b % (model.end(layer) + 1)
+        marks = self.new_marks(n)
+        try:
+            _, where = model.handle.append_kv(layer, *self.rows(marks), start)
+        except OutOfBlocksError:
+            return
+        assert where == start
+        model.put(layer, start, marks)
+        model.written[layer] = max(model.end(layer), start + n)
+        model.blocks = max(model.blocks, -(-(start + n) // self.B))
+        for b in range(start // self.B, min(-(-(start + n) // self.B), len(model.cached))):
+            model.cached[b] = False  # its own copy from now on
+
+    def defragment(self, a, b, c):
+        moved = self.cache.defragment()
+        assert moved >= 0
+        if not self.held:
+            assert self.cache.fragmentation().holes == 0 or self.cache.num_cached_blocks
+            tables = [m.handle.block_table.tolist() for m in self.live]
+            seen: dict[int, int] = {}
+            for table in tables:
+                for b in table:
+                    seen[b] = seen.get(b, 0) + 1
+            for model, table in zip(self.live, tables, strict=True):
+                if all(seen[b] == 1 for b in table):
+                    assert self.cache.sequence_contiguity(model.handle) == 1.0
+
+    def compact(self, a, b, c):
+        model = self.pick(a)
+        if model is not None:
+            self.cache.compact_sequence(model.handle)
+
+    def reset(self, a, b, c):
+        self.cache.reset_prefix_cache()
+        assert self.cache.num_cached_blocks == 0
+        self.forget()
+
+    def hold_views(self, a, b, c):
+        model, layer = self.pick(a), c % self.layers
+        if model is None or len(self.held) >= 3:
+            return
+        stop = model.end(layer)
+        start = min(b % 8, stop)
+        views = model.handle.views(layer, start, stop)
+        arrays = [(v.k, v.v, v.start, v.length) for v in views] if self.dense else []
+        self.held.append((views, arrays, model.marks[layer][start:stop], start))
+
+    def release_views(self, a, b, c):
+        if self.held:
+            self.held.pop(a % len(self.held))[0].release()
+
+    def probe(self, a, b, c):
+        if not self.prompts:
+            return
+        salt, tokens = self.prompts[a % len(self.prompts)]
+        more = self.digits(b % 5, c)
+        before = self.cache.stats().to_dict()
+        hit = self.cache.probe([*tokens, *more], salt)
+        after = self.cache.stats().to_dict()
+        assert {**after, "steps": 0} == {**before, "steps": 0}
+        if tokens or more:
+            _, most, _ = self.most(self.registered, salt, (*tokens, *more))
+            assert hit <= most
+
+    def refused(self, a, b, c):
+        """Calls that must fail and change nothing (the invariants look)."""
+        if self.gone is not None:
+            for call in (lambda: self.gone.commit(0), lambda: self.gone.fork()):
+                try:
+                    call()
+                    raise AssertionError("a freed handle was used")
+                except FreedHandleError:
+                    pass
+            self.gone.free()
+        model = self.pick(a)
+        if model is None:
+            return
+        seq, n = model.handle, model.num_tokens
+        calls = [
+            lambda: seq.truncate(n + 1),
+            lambda: seq.truncate(-1),
+            lambda: seq.gather(0, 0, model.blocks * self.B + 1),
+            lambda: seq.append_kv(0, *self.rows([1]), model.end(0) + 1),
+            lambda: seq.commit(model.blocks * self.B - model.computed + 1),
+        ]
+        if model.high_water > model.computed:
+            calls.append(lambda: seq.commit(model.num_written - model.computed + 1))
+        for call in calls:
+            try:
+                call()
+                raise AssertionError("a bad call was accepted")
+            except InvalidPositionError:
+                pass
+        try:
+            self.cache.prepare([seq, seq], [1, 1])
+            raise AssertionError("the same sequence twice was accepted")
+        except PagedCacheError:
+            pass
+
+    # ---- after each step -----------------------------------------------------------------
+
+    @invariant()
+    def everything_agrees(self):
+        cache = self.cache
+        if cache is None:
+            return
+        cache.check()
+        for model in self.live:
+            seq = model.handle
+            assert seq.seq_len == model.computed
+            assert seq.num_written == model.num_written
+            assert seq.num_tokens == model.num_tokens
+            assert seq.num_blocks == model.blocks
+            assert seq.tokens.tolist() == model.tokens
+            for layer in range(self.layers):
+                marks = model.marks[layer]
+                k, v = seq.gather(layer, 0, model.end(layer), dtype=np.float32)
+                assert np.array_equal(k, self.k_read[marks])
+                assert np.array_equal(v, self.v_read[marks])
+        for _, arrays, marks, first in self.held:
+            for k, v, start, length in arrays:
+                part = marks[start - first : start - first + length]
+                assert np.array_equal(k[0].astype(np.float32), self.k_read[part][:, 0])
+                assert np.array_equal(v[0].astype(np.float32), self.v_read[part][:, 0])
+
+    def teardown(self):
+        cache = self.cache
+        if cache is None:
+            return
+        for views, *_ in self.held:
+            views.release()
+        for model in self.live:
+            model.handle.free()
+        self.live, self.held = [], []
+        cache.check()
+        stats = cache.stats()
+        assert cache.num_free_blocks == self.total
+        assert stats.sequences_allocated == stats.sequences_freed
+        assert stats.blocks_allocated == stats.blocks_freed
+        assert (stats.sequences_active, stats.blocks_used, stats.pinned) == (0, 0, 0)
+        assert stats.hit_tokens + stats.miss_tokens == stats.query_tokens
+        ids = cache.pool.allocate(self.total)
+        assert sorted(ids.tolist()) == list(range(self.total))
+        cache.close()
+
+
+def test_random_histories_of_a_cache():
+    # SPEC F14 F20 F22 F23 F25 F26 F27 F28 F28a F35 F40 F41
+    run_state_machine_as_test(CacheMachine, settings=STATEFUL)
