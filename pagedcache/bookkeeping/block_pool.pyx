@@ -285,8 +285,13 @@ cdef void register_block(pool_t *p, int32_t block, uint64_t parent, const uint32
 
 
 cdef void forget_all(pool_t *p) noexcept nogil:
-    """Forget every cached identity; used blocks stay with their holders."""
+    """Forget every cached identity; used blocks stay with their holders, and what is computed now
+    is never cached again."""
     cdef int32_t b, following
+    cdef seq_t *s = p.first
+    while s != NULL:
+        s.outdated = s.computed
+        s = s.next
     b = p.oldest
     while b != NONE:
         following = p.next[b]

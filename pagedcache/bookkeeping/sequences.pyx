@@ -226,6 +226,7 @@ cdef result_t fork(pool_t *p, seq_t *s, seq_t **child) noexcept nogil:
     c.opened = s.opened
     c.computed = s.computed
     c.vouched = s.vouched
+    c.outdated = s.outdated
     c.num_cached = s.num_cached
     seq_link(p, c)
     p.epoch += 1
@@ -242,6 +243,7 @@ cdef result_t truncate(pool_t *p, seq_t *s, int64_t n, bint keep_blocks) noexcep
     s.history = min(s.history, n)
     s.known = min(s.known, n)
     s.vouched = min(s.vouched, n)
+    s.outdated = min(s.outdated, n)
     s.num_cached = min(s.num_cached, n)
     for i in range(p.num_layers):
         s.written[i] = min(s.written[i], n)
@@ -317,7 +319,7 @@ cdef void cache_block(pool_t *p, seq_t *s, int64_t i) noexcept nogil:
     cdef int64_t start = i * p.block_size
     cdef int64_t size
     cdef uint8_t *extra = NULL
-    if p.node[b] != NONE or start + p.block_size > s.known:
+    if p.node[b] != NONE or start + p.block_size > s.known or start < s.outdated:
         return
     if i > 0:
         if p.node[s.table[i - 1]] == NONE:

@@ -111,6 +111,7 @@ cdef struct seq_t:
     int64_t opened           # room asked for
     int64_t computed
     int64_t vouched          # end of the ranges prepared for writing
+    int64_t outdated         # tokens computed before the last reset: never cached again
     int64_t *written         # per layer: end of the sequence's own appends
     int64_t num_cached
     identity_t *identity

@@ -466,6 +466,34 @@ def test_reset_while_a_sequence_holds_cached_blocks():
     empty(cache)
 
 
+@pytest.mark.parametrize("computed", range(1, 2 * B))
+def test_what_was_committed_before_a_reset_is_never_cached_again(computed):
+    # CASE C27
+    # SPEC F41
+    cache = make_cache(16, B=B, partial_block_reuse=1)
+    seq = cache.open(P)
+    write(seq, cache.spec, range(1, 13))
+    seq.commit(computed)
+    cache.reset_prefix_cache()
+    twin = seq.fork()
+    for s in (seq, twin):
+        s.commit(12 - computed)
+        assert cache.num_cached_blocks == 0
+        assert cache.probe([*P, 1]) == 0
+        assert_holds(cache, s, range(1, 13))
+        whole(cache)
+    twin.truncate(0)  # starting over, its tokens are new
+    twin.append_tokens(P)
+    fill(cache, twin, range(51, 63))
+    with cache.open([*P, 1]) as other:
+        assert other.num_cached_tokens == 12
+        assert_holds(cache, other, range(51, 63))
+    assert_holds(cache, seq, range(1, 13))
+    for s in (seq, twin):
+        s.free()
+    empty(cache)
+
+
 @pytest.mark.parametrize("fmt", ["float32", "q8", "q4", "q4_0"])
 def test_prompts_that_part_at_a_block_edge(fmt):
     # CASE C28

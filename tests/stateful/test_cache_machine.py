@@ -90,6 +90,7 @@ class Model:
         self.written = [0] * layers
         self.marks: list[list[int]] = [[] for _ in range(layers)]
         self.cached: list[bool] = []  # per full block: registered through an unbroken chain
+        self.outdated = 0  # computed before the last reset
 
     def end(self, layer: int) -> int:
         return max(self.written[layer], self.computed)
@@ -114,6 +115,7 @@ class Model:
     def cut(self, n: int, keep_blocks: bool, block_size: int) -> None:
         self.computed = min(self.computed, n)
         self.history = min(self.history, n)
+        self.outdated = min(self.outdated, n)
         del self.tokens[n:]
         self.written = [min(w, n) for w in self.written]
         for row in self.marks:
@@ -127,6 +129,7 @@ class Model:
         twin = Model(handle, self.salt, self.tokens, len(self.written))
         twin.history, twin.opened = self.history, self.opened
         twin.computed, twin.blocks = self.computed, self.blocks
+        twin.outdated = self.outdated
         twin.written = list(self.written)
         twin.marks = [list(row) for row in self.marks]
         twin.cached = list(self.cached)
@@ -176,6 +179,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.evicted = self.cache.stats().evicted_blocks
         for model in self.live:
             model.cached = [False] * len(model.cached)
+            model.outdated = model.computed
 
     # ---- choices -------------------------------------------------------------------------
 
@@ -298,7 +302,7 @@ class CacheMachine(RuleBasedStateMachine):
         B = self.B
         for i in range(old // B, model.computed // B):
             stop = (i + 1) * B
-            known = stop <= len(model.tokens)
+            known = stop <= len(model.tokens) and i * B >= model.outdated
             del model.cached[i:]
             model.cached.append(known and (i == 0 or model.cached[i - 1]))
             key = (model.salt, tuple(model.tokens[:stop]))
