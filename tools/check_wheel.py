@@ -35,7 +35,7 @@ def check_wheel(path: Path) -> list[str]:
     if not WHEEL_NAME.fullmatch(path.name):
         faults.append("the name has no cp311-abi3 tag")
     with zipfile.ZipFile(path) as archive:
-        names = set(archive.namelist())
+        names = {name for name in archive.namelist() if not name.endswith("/")}
         info = next(name.partition("/")[0] for name in names if ".dist-info/" in name)
         tags = archive.read(f"{info}/WHEEL").decode()
         metadata = archive.read(f"{info}/METADATA").decode()
