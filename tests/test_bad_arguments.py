@@ -164,6 +164,26 @@ SWEEP: dict[str, tuple[Call, list[Any]]] = {
     "cache.prepare foreign": (
         lambda w, x: w.cache.prepare([w.seq, getattr(w, x)], [1, 1]), ["gone", "stranger", "seq"]
     ),
+    "cache.commit seqs": (lambda w, x: w.cache.commit(x, [1]), [*SEQS, []]),
+    "cache.commit counts": (
+        lambda w, x: w.cache.commit([w.seq], x),
+        [None, 5, "a", [1.0], [None], [True], [-1], [9], [2**40], [2**64], [1, 2], [], [[1]]],
+    ),
+    "cache.commit foreign": (
+        lambda w, x: w.cache.commit([w.seq, getattr(w, x)], [0, 0]), ["gone", "stranger", "seq"]
+    ),
+    "cache.append_tokens seqs": (lambda w, x: w.cache.append_tokens(x, [1]), [*SEQS, []]),
+    "cache.append_tokens tokens": (
+        lambda w, x: w.cache.append_tokens([w.seq], x), [*TOKENS, [1, 2], []]
+    ),
+    "cache.append_tokens counts": (
+        lambda w, x: w.cache.append_tokens([w.seq], [1], x),
+        [5, "a", [1.0], [True], [-1], [2], [0], [2**40], [2**64], [1, 0], [], [[1]]],
+    ),
+    "cache.append_tokens foreign": (
+        lambda w, x: w.cache.append_tokens([w.seq, getattr(w, x)], [1, 2]),
+        ["gone", "stranger", "seq"],
+    ),
     "store layer": (lambda w, x: w.cache.store(x, w.rows, w.rows, [-1]), LAYERS),
     "store k": (lambda w, x: w.cache.store(0, x, w.rows, [-1]), ARRAYS),
     "store v": (lambda w, x: w.cache.store(0, w.rows, x, [-1]), ARRAYS),

@@ -20,17 +20,17 @@ cdef bint shares(pool_t *p, seq_t *s, int64_t n) noexcept nogil:
 
 
 cdef bint agree(pool_t *p, seq_t *a, int64_t na, seq_t *b, int64_t nb) noexcept nogil:
-    """Two sequences that commit the same shared block name the same tokens for it."""
-    cdef int64_t start = max(a.computed, b.computed)
+    """Two sequences that commit the same shared block name the same tokens for it, from its start
+    on and as far as both name any: as if one had committed, and cached it, before the other."""
     cdef int64_t end = min(a.computed + na, b.computed + nb)
-    cdef int64_t i, first, last
-    for i in range(start // p.block_size, blocks_for(end, p.block_size)):
+    cdef int64_t i, start, named
+    for i in range(max(a.computed, b.computed) // p.block_size, blocks_for(end, p.block_size)):
         if a.table[i] != b.table[i]:
             continue
-        first = max(start, i * p.block_size)
-        last = min(end, (i + 1) * p.block_size)
-        if first < last and (last > a.known or last > b.known or memcmp(
-                a.tokens + first, b.tokens + first, (last - first) * sizeof(uint32_t)) != 0):
+        start = i * p.block_size
+        named = min(min(end, start + p.block_size), min(a.known, b.known)) - start
+        if named > 0 and memcmp(a.tokens + start, b.tokens + start,
+                                named * sizeof(uint32_t)) != 0:
             return False
     return True
 

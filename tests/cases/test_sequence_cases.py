@@ -412,6 +412,44 @@ def test_rows_written_before_a_fork_and_given_two_names(named_first):
     empty(cache)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_names_for_the_same_rows_in_one_batch_step(order):
+    # CASE C37
+    # SPEC F25 F35
+    for early in (0, 1):  # the child commits one of its tokens before the step
+        cache, parent, child = written_then_forked([10])
+        cache.append_tokens([parent, child], [*range(11, 18), 77, *range(12, 18)], [7, 7])
+        child.commit(early)
+        pair, counts = [parent, child], [7, 7 - early]
+        step = [pair[i] for i in order], [counts[i] for i in order]
+        refused(cache, lambda c=cache, s=step: c.commit(*s), InvalidArgumentError, *pair)
+        parent.commit(7)
+        whole(cache)
+        assert cache.probe([*range(10, 18), 1]) == 8
+        assert cache.probe([10, 77, *range(12, 18), 1]) == 0
+        for seq in pair:
+            seq.free()
+        empty(cache)
+
+
+def test_one_name_for_the_same_rows_in_one_batch_step():
+    # CASE C37
+    # SPEC F25
+    cache, parent, child = written_then_forked([10])
+    cache.append_tokens([parent, child], [*range(11, 18), 11, 12], [7, 2])
+    cache.commit([parent, child], [7, 7])  # the child's last five have no name
+    whole(cache)
+    for seq in (parent, child):
+        assert seq.seq_len == 8
+        assert_holds(cache, seq, range(1, 9))
+    child.append_tokens([1, 2, 3, 4])
+    fill(cache, child, range(31, 35))
+    assert cache.probe([*range(10, 18), 1, 2, 3, 4, 5]) == 8  # nothing behind the unnamed
+    for seq in (parent, child):
+        seq.free()
+    empty(cache)
+
+
 @pytest.mark.parametrize("fmt", ["float32", "q8"])
 def test_a_mapping_for_reading_writes_nothing(fmt):
     # CASE C66
