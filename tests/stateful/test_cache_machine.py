@@ -314,17 +314,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     # ---- operations ----------------------------------------------------------------------
 
-    def admit(self, tokens: list[int], salt: str) -> Model | None:
+    def admit(self, tokens: list[int], salt: str, upto: int | None = None) -> Model | None:
         cache = self.cache
         while len(self.live) >= 6:
             self.drop(self.live[0])
         free = cache.num_free_blocks
-        need_cold = -(-len(tokens) // self.B)
+        need_cold = -(-(len(tokens) if upto is None else upto) // self.B)
         predicted = cache.probe(tokens, salt)
-        needed = cache.blocks_needed(tokens, salt)
+        needed = cache.blocks_needed(tokens, salt, allocate_upto=upto)
         self.evicted_before_open = cache.stats().evicted_blocks
         try:
-            seq = cache.open(tokens, salt)
+            seq = cache.open(tokens, salt, allocate_upto=upto)
         except OutOfBlocksError as e:
             assert need_cold > free
             assert e.total == self.total and e.needed > e.available
@@ -332,10 +332,10 @@ class CacheMachine(RuleBasedStateMachine):
             return None
         model = Model(seq, salt, tokens, self.layers)
         hit = seq.num_cached_tokens
-        assert hit == predicted
+        assert hit == predicted or upto is not None  # fewer blocks to take, more to hit
         assert seq.num_blocks - hit // self.B == needed
         self.check_hit(hit, salt, tokens, free)
-        model.blocks = need_cold
+        model.blocks = max(need_cold, -(-hit // self.B))
         self.take_hit(model, hit)
         self.live.append(model)
         if len(self.prompts) >= 8:
@@ -348,7 +348,9 @@ class CacheMachine(RuleBasedStateMachine):
         if self.prompts and b % 8 < 6:
             salt, tokens = self.prompts[b % len(self.prompts)]
             tokens = tokens[: b // 4]
-        model = self.admit([*tokens, *self.digits(a % 8, c)], salt)
+        tokens = [*tokens, *self.digits(a % 8, c)]
+        upto = 1 + c % len(tokens) if tokens and b % 5 == 0 else None
+        model = self.admit(tokens, salt, upto)
         if model is not None and a < 48:
             self.write(model, len(model.tokens) - model.computed)
             self.commit_all(model)
@@ -501,8 +503,14 @@ class CacheMachine(RuleBasedStateMachine):
                 continue  # written for nothing: the next write goes over it
             for layer in range(self.layers):
                 model.put(layer, model.computed, marks[layer][j])
+            if a < 32:
+                model.handle.commit(c)
+        if not commit:
+            return
+        if a >= 32:
+            self.cache.commit([m.handle for m, _ in chosen], [c for _, c in chosen])
+        for model, c in chosen:
             old = model.computed
-            model.handle.commit(c)
             model.computed += c
             model.history = max(model.history, model.computed)
             self.register(model, old)
