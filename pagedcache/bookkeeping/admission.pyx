@@ -8,7 +8,7 @@ many, and then the copy is given up.
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from pagedcache.bookkeeping.block_pool cimport take, touch_block
+from pagedcache.bookkeeping.blocks cimport take, touch_block
 from pagedcache.bookkeeping.prefix_index cimport index_find, index_find_partial, serial_of
 from pagedcache.bookkeeping.sequences cimport extra_bytes, extra_size
 from pagedcache.bookkeeping.types cimport *

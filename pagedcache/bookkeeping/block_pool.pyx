@@ -1,15 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""The block pool: ids, reference counts, pins and the order of eviction. O(1) per block, in C.
-
-A block is exactly one of
-
-* used: held by sequences or pool users (``refs``) or pinned by views and byte movers (``pins``);
-* idle (cached-free): free, but its prefix can still be hit; kept in order of recency;
-* blank: free and holding nothing that could be hit. Ids from ``fresh`` on were never handed out.
-
-Blank blocks are handed out first, then never used ones, then the least recently used idle block.
-Sequences give back their tail first, so a prefix is evicted from its tail.
-"""
+"""The block pool as Python sees it: ids and reference counts. What happens to a block is in
+``blocks``, the lock in ``gate``."""
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 import os
@@ -17,295 +8,18 @@ import os
 import numpy as np
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
-from pagedcache.bookkeeping.inspect cimport check_pool
-from pagedcache.bookkeeping.prefix_index cimport (
-    alive, index_destroy, index_init, index_register, index_unregister,
+from pagedcache.bookkeeping.blocks cimport (
+    release_block, release_many, take, take_many, touch_block,
 )
+from pagedcache.bookkeeping.gate cimport drain, enter, fork_generation, leave
+from pagedcache.bookkeeping.inspect cimport check_pool
+from pagedcache.bookkeeping.prefix_index cimport index_destroy, index_init
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
 
 from pagedcache.errors import InvalidArgumentError, StorageMemoryError
 
-cdef extern from "pagedcache/sync.h" nogil:
-    void pc_watch_forks(int64_t *generation)
 
-cdef int64_t _forks = 0
-pc_watch_forks(&_forks)
-
-cdef reaper_t _reaper = NULL
-
-
-cdef void set_reaper(reaper_t reaper) noexcept:
-    """How a dropped sequence is freed; the sequence layer above registers it."""
-    global _reaper
-    _reaper = reaper
-
-
-cdef int64_t fork_generation() noexcept nogil:
-    return pc_atomic_get(&_forks)
-
-
-# ---------------------------------------------------------------- the lock and dropped handles
-cdef void drop(pool_t *p, pin_t *pin) noexcept nogil:
-    """Queue what a collected handle held. Never waits for the pool: it may run inside a call."""
-    if p.fork_generation != fork_generation():
-        return                        # the parent process owns these blocks
-    pc_mutex_lock(&p.drop_lock)
-    pin.next = p.dropped
-    p.dropped = pin
-    pc_mutex_unlock(&p.drop_lock)
-
-
-cdef void drain(pool_t *p) noexcept nogil:
-    cdef pin_t *pin = NULL
-    cdef pin_t *following
-    cdef pin_t *queued
-    cdef int64_t i
-    if p.dropped == NULL:
-        return
-    pc_mutex_lock(&p.drop_lock)
-    queued = p.dropped
-    p.dropped = NULL
-    pc_mutex_unlock(&p.drop_lock)
-    while queued != NULL:             # oldest first: a free() comes before the handle's end
-        following = queued.next
-        queued.next = pin
-        pin = queued
-        queued = following
-    while pin != NULL:
-        following = pin.next
-        i = pin.count
-        while i > 0:
-            i -= 1
-            unpin_block(p, pin.blocks[i])
-        if pin.seq != NULL:
-            _reaper(p, pin.seq, pin.keep)
-        pc_release(pin)
-        pin = following
-
-
-cdef int enter(pool_t *p) noexcept nogil:
-    """Lock the pool once no bytes are being moved, and give back what was dropped.
-
-    E_REENTRANT: this very thread is inside a call (a finalizer ran while it moved bytes or raised),
-    so waiting would never end.
-    """
-    cdef int64_t me = pc_thread_id()
-    if p.fork_generation != fork_generation():
-        return E_FORKED
-    if pc_atomic_get(&p.owner) == me:
-        return E_REENTRANT
-    pc_mutex_lock(&p.lock)
-    while p.gate:
-        pc_cond_wait(&p.open, &p.lock)
-    pc_atomic_set(&p.owner, me)
-    drain(p)
-    return OK
-
-
-cdef void leave(pool_t *p) noexcept nogil:
-    pc_atomic_set(&p.owner, 0)
-    pc_mutex_unlock(&p.lock)
-
-
-cdef void shut_gate(pool_t *p) noexcept nogil:
-    """Let bytes move without the lock: every other call waits, this thread stays the owner."""
-    p.gate = True
-    pc_mutex_unlock(&p.lock)
-
-
-cdef void open_gate(pool_t *p) noexcept nogil:
-    """Take the lock back after shut_gate()."""
-    pc_mutex_lock(&p.lock)
-    p.gate = False
-    pc_cond_broadcast(&p.open)
-
-
-# ---------------------------------------------------------------- recency list
-cdef inline void unlink_idle(pool_t *p, int32_t b) noexcept nogil:
-    if p.prev[b] != NONE:
-        p.next[p.prev[b]] = p.next[b]
-    else:
-        p.oldest = p.next[b]
-    if p.next[b] != NONE:
-        p.prev[p.next[b]] = p.prev[b]
-    else:
-        p.newest = p.prev[b]
-    p.prev[b] = NONE
-    p.next[b] = NONE
-
-
-cdef inline void link_newest(pool_t *p, int32_t b) noexcept nogil:
-    p.prev[b] = p.newest
-    p.next[b] = NONE
-    if p.newest != NONE:
-        p.next[p.newest] = b
-    else:
-        p.oldest = b
-    p.newest = b
-
-
-cdef inline void link_before(pool_t *p, int32_t b, int32_t at) noexcept nogil:
-    """Enter ``b`` as just older than ``at``."""
-    p.prev[b] = p.prev[at]
-    p.next[b] = at
-    if p.prev[at] != NONE:
-        p.next[p.prev[at]] = b
-    else:
-        p.oldest = b
-    p.prev[at] = b
-
-
-cdef inline void to_blank(pool_t *p, int32_t b) noexcept nogil:
-    p.next[b] = p.blank
-    p.blank = b
-    p.num_blank += 1
-
-
-cdef void forget_block(pool_t *p, int32_t b) noexcept nogil:
-    """Take a block (in no list) out of the index.
-
-    A block outlives its parent only where a view kept it longer; then the idle blocks that nothing
-    can reach any more become blank, so that they are reused before any that can be hit.
-    """
-    cdef int32_t at, following
-    cdef bint again = index_unregister(p, b)
-    while again:
-        again = False
-        at = p.oldest
-        while at != NONE:
-            following = p.next[at]
-            p.steps += 1
-            if (p.index.nodes[p.node[at]].parent != 0
-                    and alive(p, p.index.nodes[p.node[at]].parent) == NONE):
-                unlink_idle(p, at)
-                p.num_idle -= 1
-                again = index_unregister(p, at) or again
-                to_blank(p, at)
-            at = following
-
-
-# ---------------------------------------------------------------- one block
-cdef int32_t take(pool_t *p) noexcept nogil:
-    """Hand out one block with one reference. The caller has checked that there is one."""
-    cdef int32_t b = p.blank
-    if b != NONE:
-        p.blank = p.next[b]
-        p.num_blank -= 1
-    elif p.fresh < p.num_blocks:
-        b = p.fresh
-        p.fresh += 1
-        p.node[b] = NONE
-    else:
-        b = p.oldest
-        unlink_idle(p, b)
-        p.num_idle -= 1
-        forget_block(p, b)
-        p.count.evicted_blocks += 1
-        p.count.evicted_tokens += p.block_size
-    p.refs[b] = 1
-    p.generation[b] += 1
-    p.flags[b] = 0
-    p.count.blocks_allocated += 1
-    p.steps += 1
-    return b
-
-
-cdef void retire(pool_t *p, int32_t b) noexcept nogil:
-    """The last holder and the last pin of a used block are gone."""
-    cdef node_t *n
-    cdef int32_t parent, at
-    p.count.blocks_freed += 1
-    p.flags[b] = 0
-    if p.node[b] != NONE:
-        n = &p.index.nodes[p.node[b]]
-        parent = alive(p, n.parent)
-        if p.prev[b] != NONE or p.next[b] != NONE or (n.parent != 0 and parent == NONE):
-            forget_block(p, b)        # another copy is resident, or nothing can reach this one
-        else:
-            p.num_idle += 1
-            # An ancestor must not be evicted before its descendant. The parent is idle already
-            # only when this block was held longer than it, by a view.
-            at = NONE if parent == NONE else p.index.nodes[parent].block
-            if at == NONE or in_use(p, at):
-                link_newest(p, b)
-            else:
-                link_before(p, b, at)
-            return
-    to_blank(p, b)
-
-
-cdef void touch_block(pool_t *p, int32_t b) noexcept nogil:
-    """One more holder of a used or idle block."""
-    if not in_use(p, b):
-        unlink_idle(p, b)
-        p.num_idle -= 1
-        p.count.blocks_allocated += 1
-    p.refs[b] += 1
-    p.steps += 1
-
-
-cdef void release_block(pool_t *p, int32_t b) noexcept nogil:
-    p.refs[b] -= 1
-    p.steps += 1
-    if not in_use(p, b):
-        retire(p, b)
-    elif p.pins[b] > 0:
-        p.flags[b] |= FLAG_MUST_COPY  # who leaves may have been the one whose tokens are viewed
-
-
-cdef void pin_block(pool_t *p, int32_t b) noexcept nogil:
-    if not in_use(p, b):
-        unlink_idle(p, b)
-        p.num_idle -= 1
-        p.count.blocks_allocated += 1
-    if p.pins[b] == 0:
-        p.num_pinned += 1
-    p.pins[b] += 1
-
-
-cdef void unpin_block(pool_t *p, int32_t b) noexcept nogil:
-    p.pins[b] -= 1
-    if p.pins[b] == 0:
-        p.num_pinned -= 1
-        if p.refs[b] == 0:
-            retire(p, b)
-
-
-cdef void register_block(pool_t *p, int32_t block, uint64_t parent, const uint32_t *tokens,
-                         const uint8_t *extra, int64_t extra_size) noexcept nogil:
-    """Cache a used block. An idle copy of the same identity gives way to it: an idle block is
-    always the only copy of its node."""
-    cdef int32_t displaced = NONE
-    index_register(p, block, parent, tokens, extra, extra_size, &displaced)
-    if displaced != NONE:
-        unlink_idle(p, displaced)
-        p.num_idle -= 1
-        to_blank(p, displaced)
-
-
-cdef void forget_all(pool_t *p) noexcept nogil:
-    """Forget every cached identity; used blocks stay with their holders, and what is computed now
-    is never cached again."""
-    cdef int32_t b, following
-    cdef seq_t *s = p.first
-    while s != NULL:
-        s.outdated = s.computed
-        s = s.next
-    b = p.oldest
-    while b != NONE:
-        following = p.next[b]
-        unlink_idle(p, b)
-        index_unregister(p, b)
-        to_blank(p, b)
-        b = following
-    p.num_idle = 0
-    for b in range(p.fresh):
-        if p.node[b] != NONE:
-            index_unregister(p, b)
-
-
-# ---------------------------------------------------------------- life of a pool
 cdef void destroy(pool_t *p) noexcept nogil:
     if p == NULL:
         return
@@ -360,15 +74,13 @@ cdef pool_t *create(int32_t num_blocks, int32_t block_size, uint64_t hash_mask,
 
 
 cdef result_t allocate_many(pool_t *p, int32_t *out, int64_t n) noexcept nogil:
-    cdef int64_t i
     cdef result_t r = answer(enter(p))
     if r.code != OK:
         return r
     if n > num_free(p):
         r = answer(E_BLOCKS, n, num_free(p), p.num_blocks)
     else:
-        for i in range(n):
-            out[i] = take(p)
+        take_many(p, out, n)
         p.epoch += 1
     leave(p)
     return r
@@ -404,14 +116,12 @@ cdef result_t check_ids(pool_t *p, const int32_t *ids, int64_t n, bint freeing) 
 
 
 cdef result_t free_many(pool_t *p, const int32_t *ids, int64_t n) noexcept nogil:
-    cdef int64_t i
     cdef result_t r = answer(enter(p))
     if r.code != OK:
         return r
     r = check_ids(p, ids, n, True)
     if r.code == OK:
-        for i in range(n):
-            release_block(p, ids[i])
+        release_many(p, ids, n)
         p.epoch += 1
     leave(p)
     return r

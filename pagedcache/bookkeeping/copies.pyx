@@ -8,7 +8,7 @@ unfinished one waits for the next batch.
 from libc.stdint cimport int32_t, int64_t
 
 from pagedcache.bookkeeping.alloc cimport pc_grow
-from pagedcache.bookkeeping.block_pool cimport unpin_block
+from pagedcache.bookkeeping.blocks cimport unpin_block
 from pagedcache.bookkeeping.types cimport *
 
 cdef enum:

@@ -10,7 +10,7 @@ from libc.stdlib cimport qsort
 from libc.string cimport memset
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
-from pagedcache.bookkeeping.block_pool cimport pin_block
+from pagedcache.bookkeeping.blocks cimport pin_block
 from pagedcache.bookkeeping.copies cimport copies_reserve, queue_copy
 from pagedcache.bookkeeping.types cimport *
 

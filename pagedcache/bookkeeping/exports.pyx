@@ -10,7 +10,8 @@ from libc.string cimport memcpy
 import numpy as np
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
-from pagedcache.bookkeeping.block_pool cimport BlockPool, leave
+from pagedcache.bookkeeping.block_pool cimport BlockPool
+from pagedcache.bookkeeping.gate cimport leave
 from pagedcache.bookkeeping.handles cimport SeqState, enter_fast
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *

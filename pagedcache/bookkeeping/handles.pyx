@@ -11,9 +11,9 @@ from libc.string cimport memcpy
 import numpy as np
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
-from pagedcache.bookkeeping.block_pool cimport (
-    BlockPool, drop, enter, fork_generation, leave, pin_block, unpin_block,
-)
+from pagedcache.bookkeeping.block_pool cimport BlockPool
+from pagedcache.bookkeeping.blocks cimport pin_block, unpin_block
+from pagedcache.bookkeeping.gate cimport drop, enter, fork_generation, leave
 from pagedcache.bookkeeping.sequences cimport (
     num_tokens, num_written, written_end,
 )

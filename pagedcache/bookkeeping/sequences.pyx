@@ -7,7 +7,8 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_grow, pc_release
-from pagedcache.bookkeeping.block_pool cimport register_block, release_block, set_reaper
+from pagedcache.bookkeeping.blocks cimport register_block, release_block
+from pagedcache.bookkeeping.gate cimport set_reaper
 from pagedcache.bookkeeping.prefix_index cimport serial_of, tokens_of
 from pagedcache.bookkeeping.types cimport *
 

@@ -7,7 +7,7 @@ none twice, and each in a block that exactly one sequence holds and that is not 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
-from pagedcache.bookkeeping.block_pool cimport pin_block
+from pagedcache.bookkeeping.blocks cimport pin_block
 from pagedcache.bookkeeping.types cimport *
 
 

@@ -7,7 +7,7 @@ blocks so that bytes can be copied; apply_writes() cannot fail, cancel_privates(
 """
 from libc.stdint cimport int32_t, int64_t
 
-from pagedcache.bookkeeping.block_pool cimport pin_block, release_block, take, unpin_block
+from pagedcache.bookkeeping.blocks cimport pin_block, release_block, take, unpin_block
 from pagedcache.bookkeeping.sequences cimport table_reserve
 from pagedcache.bookkeeping.types cimport *
 

@@ -1,0 +1,334 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""Tokens get their slots: write ranges made private and grown, blocks pinned while bytes move."""
+from libc.stdint cimport int32_t, int64_t
+
+import numpy as np
+
+from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
+from pagedcache.bookkeeping.blocks cimport pin_block
+from pagedcache.bookkeeping.copies cimport copies_reserve, queue_copy
+from pagedcache.bookkeeping.exports cimport seq_pointers, unique_and_live
+from pagedcache.bookkeeping.gate cimport leave
+from pagedcache.bookkeeping.handles cimport Pin, SeqState, SlotMapping, enter_fast, new_pin
+from pagedcache.bookkeeping.ledger_base cimport HUGE
+from pagedcache.bookkeeping.ledger_open cimport LedgerOpen
+from pagedcache.bookkeeping.sequences cimport written_end
+from pagedcache.bookkeeping.slots cimport check_slots
+from pagedcache.bookkeeping.status cimport int_argument, raise_result
+from pagedcache.bookkeeping.types cimport *
+from pagedcache.bookkeeping.writing cimport (
+    apply_writes, cancel_privates, plan_t, plan_writes, private_t, take_privates, write_t,
+)
+
+from pagedcache.errors import InvalidArgumentError, StorageMemoryError
+
+
+cdef class LedgerWrite(LedgerOpen):
+    """The ledger's operations that make slots writable; see ``Ledger``."""
+
+    cdef int _execute(self, plan_t *plan) except -1:
+        """Carry out a checked plan, copies first. Entered and left with the lock held."""
+        cdef pool_t *p = self.pool.p
+        cdef int64_t i
+        if plan.num_privates > 0:
+            if p.deferred and not copies_reserve(p, plan.num_copies):
+                raise StorageMemoryError(plan.num_copies * sizeof(copy_t), "block copies")
+            take_privates(p, plan)
+            if plan.num_copies > 0 and not p.deferred:
+                try:
+                    self._move_bytes(self._copy_privates, (<size_t> plan,))
+                except BaseException:
+                    cancel_privates(p, plan)
+                    raise
+            elif p.deferred:
+                for i in range(plan.num_privates):
+                    if plan.privates[i].copy:
+                        pin_block(p, plan.privates[i].old)
+                        pin_block(p, plan.privates[i].new)
+                        queue_copy(p, plan.privates[i].old, plan.privates[i].new)
+        apply_writes(p, plan)
+        return 0
+
+    def _copy_privates(self, size_t address):
+        """Copy the old blocks of a plan to the new ones (the gate is shut)."""
+        cdef plan_t *plan = <plan_t *> address
+        cdef int64_t i, n = 0
+        if self.mover is None:
+            return
+        src = np.empty(plan.num_copies, dtype=np.int32)
+        dst = np.empty(plan.num_copies, dtype=np.int32)
+        cdef int32_t[::1] s = src
+        cdef int32_t[::1] d = dst
+        for i in range(plan.num_privates):
+            if plan.privates[i].copy:
+                s[n] = plan.privates[i].old
+                d[n] = plan.privates[i].new
+                n += 1
+        self.mover(src, dst, np.full(n, self.pool.p.block_size, dtype=np.int32))
+
+    def prepare(self, list seqs, list counts):
+        """Make the next ``counts[i]`` tokens of each sequence writable -> SlotMapping.
+
+        Grows tables and copies shared or cached blocks of the write ranges, all or nothing.
+        """
+        cdef int64_t i, j, n = len(seqs), total = 0, bound = 0, at = 0
+        cdef int64_t B = self.pool.p.block_size
+        cdef int64_t count
+        cdef list checked = []
+        if len(counts) != n:
+            raise InvalidArgumentError(f"counts: expected one per sequence ({n}), "
+                                       f"got {len(counts)}")
+        for i in range(n):
+            item = counts[i]
+            if type(item) is not int or not 0 <= item <= 2**40:
+                # the name is formatted only for what is no plain count: this loop is hot
+                item = int_argument(item, f"counts[{i}]", 0, 2**40)
+            count = item
+            checked.append(count)     # read once: the caller's list and its numbers may change
+            total += count
+            bound += count // B + 2
+        if total > 2**40:
+            raise InvalidArgumentError(f"counts: {total} tokens in one step are too many")
+        cdef SlotMapping mapping = SlotMapping.__new__(SlotMapping)
+        cdef int64_t[::1] slots
+        cdef pool_t *p = self.pool.p
+        cdef plan_t plan
+        cdef result_t r
+        cdef write_t *w
+        cdef seq_t **pointers = seq_pointers(self.pool, seqs)
+        mapping.pool = self.pool
+        # as many slots as the pool has at most: a larger step is refused before it is allocated
+        if total > <int64_t> p.num_blocks * B:
+            pc_release(pointers)
+            raise_result(answer(E_BLOCKS, blocks_for(total, B), num_free(p), p.num_blocks))
+        plan.num_writes = n
+        plan.privates = <private_t *> pc_calloc(bound, sizeof(private_t))
+        plan.writes = <write_t *> pc_calloc(n, sizeof(write_t))
+        try:
+            if plan.privates == NULL or plan.writes == NULL or not mapping.reserve(bound):
+                raise StorageMemoryError(bound * 48, "a slot mapping")
+            out = np.empty(total, dtype=np.int64)
+            slots = out
+            for i in range(n):
+                plan.writes[i].count = checked[i]
+                plan.writes[i].seq = pointers[i]
+            enter_fast(p)
+            try:
+                r = unique_and_live(p, pointers, n, True)
+                if r.code == OK:
+                    for i in range(n):
+                        plan.writes[i].start = pointers[i].computed
+                        plan.writes[i].settled = high_water(p, pointers[i])
+                    r = plan_writes(p, &plan)
+                if r.code == OK:
+                    self._execute(&plan)
+                    for i in range(n):
+                        w = &plan.writes[i]
+                        for j in range(w.start, w.start + w.count):
+                            if j == w.start or j % B == 0:
+                                mapping.note(w.seq.table[j // B])
+                            slots[at] = w.seq.table[j // B] * B + j % B
+                            at += 1
+                    mapping.epoch = p.layout_epoch
+                    mapping.checked = p.epoch
+            finally:
+                leave(p)
+        finally:
+            pc_release(plan.privates)
+            pc_release(plan.writes)
+            pc_release(pointers)
+        if r.code != OK:
+            raise_result(r)
+        out.setflags(write=False)
+        mapping.slots = out
+        return mapping
+
+    def prepare_blocks_needed(self, SeqState seq, n):
+        """Blocks that preparing the next ``n`` tokens would take, copies included."""
+        cdef write_t w
+        cdef plan_t plan
+        cdef result_t r
+        cdef pool_t *p = self.pool.p
+        w.count = int_argument(n, "n", 0, HUGE)
+        plan.writes = &w
+        plan.num_writes = 1
+        plan.fresh = 0
+        plan.privates = <private_t *> pc_calloc(
+            min(w.count // p.block_size, <int64_t> p.num_blocks) + 2, sizeof(private_t))
+        if plan.privates == NULL:
+            raise StorageMemoryError(sizeof(private_t), "a plan")
+        try:
+            self._of(seq)
+            w.seq = seq.s
+            w.start = seq.s.computed
+            w.settled = high_water(p, seq.s)
+            r = plan_writes(p, &plan)
+            leave(p)
+        finally:
+            pc_release(plan.privates)
+        if r.code != OK and r.code != E_BLOCKS:
+            raise_result(r)
+        return plan.fresh
+
+    cdef int _write_one(self, write_t *w, int64_t layer, Pin pin, object out) except -1:
+        """Plan and apply one range; pins its blocks and lists its slots when asked.
+
+        ``layer`` >= 0: w.start may be -1 for that layer's written end; w.settled is that end.
+        """
+        cdef pool_t *p = self.pool.p
+        cdef int64_t B = p.block_size
+        cdef plan_t plan
+        cdef result_t r = answer(OK)
+        cdef int64_t[::1] slots
+        cdef int64_t j, end
+        plan.writes = w
+        plan.num_writes = 1
+        plan.privates = <private_t *> pc_calloc(w.count // B + 2, sizeof(private_t))
+        if plan.privates == NULL:
+            raise StorageMemoryError(sizeof(private_t) * (w.count // B + 2), "a plan")
+        if out is not None:
+            slots = out
+        try:
+            enter_fast(p)
+            try:
+                if w.seq.freed:
+                    r = answer(E_FREED, w.seq.serial)
+                elif layer >= 0:
+                    w.settled = written_end(w.seq, layer)
+                    if w.start == -1:
+                        w.start = w.settled
+                    elif w.start > w.settled:
+                        r = answer(E_POSITION, w.start, w.settled, 3)
+                else:
+                    w.settled = high_water(p, w.seq)
+                    end = w.seq.num_blocks * B
+                    if w.start < 0 or w.start >= end:
+                        r = answer(E_POSITION, w.start, end, 4)
+                if r.code == OK:
+                    r = plan_writes(p, &plan)
+                if r.code == OK:
+                    self._execute(&plan)
+                    for j in range(w.start, w.start + w.count):
+                        if pin is not None:
+                            if j == w.start or j % B == 0:
+                                pin.pin.blocks[pin.pin.count] = w.seq.table[j // B]
+                                pin.pin.count += 1
+                                pin_block(p, w.seq.table[j // B])
+                            slots[j - w.start] = w.seq.table[j // B] * B + j % B
+            finally:
+                leave(p)
+        finally:
+            pc_release(plan.privates)
+        if r.code != OK:
+            raise_result(r)
+        return 0
+
+    def begin_append(self, SeqState seq, layer, n, start=-1):
+        """Make the range of an append writable and pin it -> (start position, Pin with slots).
+
+        ``start`` -1 is the layer's written end. Call end_append() once the bytes are written, or
+        release the pin to give up (the table stays grown, no length changes).
+        """
+        cdef write_t w
+        cdef int64_t i = int_argument(layer, "layer", 0, self.pool.p.num_layers - 1)
+        cdef int64_t longest = <int64_t> self.pool.p.num_blocks * self.pool.p.block_size
+        if seq is None or seq.pool is not self.pool:
+            raise_result(answer(E_ARGUMENT, 6))
+        w.seq = seq.s
+        w.count = int_argument(n, "new_tokens", 0, HUGE)
+        w.start = int_argument(start, "start_pos", -HUGE, HUGE)
+        if w.start < -1:
+            raise_result(answer(E_POSITION, w.start, seq.num_tokens))
+        if w.count > longest:
+            raise_result(answer(E_BLOCKS, blocks_for(w.count, self.pool.p.block_size),
+                                num_free(self.pool.p), self.pool.p.num_blocks))
+        cdef Pin pin = new_pin(self.pool, w.count // self.pool.p.block_size + 2)
+        pin.slots = np.empty(w.count, dtype=np.int64)
+        self._write_one(&w, i, pin, pin.slots)
+        return w.start, pin
+
+    def end_append(self, SeqState seq, layer, start, n, Pin pin):
+        """The bytes of begin_append() are written: advance the layer's written end, unpin."""
+        cdef int64_t i = int_argument(layer, "layer", 0, self.pool.p.num_layers - 1)
+        cdef int64_t first = int_argument(start, "start", 0, HUGE)
+        cdef int64_t end = first + int_argument(n, "n", 0, HUGE)
+        cdef pool_t *p = self._of(seq)
+        if first <= written_end(seq.s, i):      # not truncated meanwhile by another thread
+            seq.s.written[i] = max(seq.s.written[i], end)
+        leave(p)
+        pin.release()
+
+    def make_writable(self, SeqState seq, position):
+        """The id of the block that holds ``position``, copied first if shared or cached."""
+        cdef write_t w
+        if seq is None or seq.pool is not self.pool:
+            raise_result(answer(E_ARGUMENT, 6))
+        w.seq = seq.s
+        w.start = int_argument(position, "position", -HUGE, HUGE)
+        w.count = 1
+        self._write_one(&w, -1, None, None)
+        return seq.block_for_position(position)
+
+    # ------------------------------------------------------------ pins
+    def pin_range(self, SeqState seq, start, stop):
+        """Pin the blocks of positions start … stop -> Pin (block_ids from start's block on)."""
+        cdef int64_t a = int_argument(start, "start", -HUGE, HUGE)
+        cdef int64_t b = int_argument(stop, "stop", -HUGE, HUGE)
+        cdef pool_t *p = self.pool.p
+        cdef int64_t B = p.block_size
+        cdef int64_t longest = <int64_t> p.num_blocks * B
+        cdef int64_t i, room
+        if a < 0 or a > b:
+            raise_result(answer(E_POSITION, a, max(b, <int64_t> 0)))
+        if b > longest:
+            raise_result(answer(E_POSITION, b, longest, 4))
+        cdef Pin pin = new_pin(self.pool, (b - a) // B + 2)
+        self._of(seq)
+        room = seq.s.num_blocks * B
+        if b <= room and b > a:
+            for i in range(a // B, blocks_for(b, B)):
+                pin.pin.blocks[pin.pin.count] = seq.s.table[i]
+                pin.pin.count += 1
+                pin_block(p, seq.s.table[i])
+        leave(p)
+        if b > room:
+            raise_result(answer(E_POSITION, b, room, 4))
+        return pin
+
+    def pin_mapping(self, SlotMapping mapping):
+        """Verify that a mapping may still be written and pin its blocks -> Pin."""
+        cdef pool_t *p = self.pool.p
+        cdef int64_t i
+        cdef result_t r
+        if mapping is None or mapping.pool is not self.pool:
+            raise_result(answer(E_ARGUMENT, 6))
+        cdef Pin pin = new_pin(self.pool, mapping.count)
+        pin.slots = mapping.slots
+        enter_fast(p)
+        r = mapping.recheck()
+        if r.code == OK:
+            for i in range(mapping.count):
+                pin.pin.blocks[i] = mapping.blocks[i]
+                pin_block(p, mapping.blocks[i])
+            pin.pin.count = mapping.count
+        leave(p)
+        if r.code != OK:
+            raise_result(r)
+        return pin
+
+    def pin_slots(self, slots):
+        """Verify raw slots (int64 array, -1 = skip) as writable and pin their blocks -> Pin."""
+        cdef const int64_t[::1] view = slots
+        cdef int64_t n = view.shape[0]
+        cdef const int64_t *raw = &view[0] if n else NULL
+        cdef pool_t *p = self.pool.p
+        cdef Pin pin = new_pin(self.pool, n)
+        cdef result_t r
+        pin.slots = slots
+        enter_fast(p)
+        with nogil:
+            r = check_slots(p, raw, n, pin.pin)
+            leave(p)
+        if r.code != OK:
+            raise_result(r)
+        return pin
