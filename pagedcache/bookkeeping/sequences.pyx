@@ -214,7 +214,8 @@ cdef result_t fork(pool_t *p, seq_t *s, seq_t **child) noexcept nogil:
         return answer(E_MEMORY, s.num_blocks * 4 + s.known * 4)
     s.identity.holders += 1
     c.identity = s.identity
-    memcpy(c.table, s.table, s.num_blocks * sizeof(int32_t))
+    if s.num_blocks > 0:  # NULL is no argument of memcpy, even for nothing
+        memcpy(c.table, s.table, s.num_blocks * sizeof(int32_t))
     if s.known > 0:
         memcpy(c.tokens, s.tokens, s.known * sizeof(uint32_t))
     memcpy(c.written, s.written, p.num_layers * sizeof(int64_t))
