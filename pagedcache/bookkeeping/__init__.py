@@ -1,11 +1,11 @@
 """Ids, counts, tokens and tables: everything a cache knows without touching a byte of K or V.
 
-``BlockPool`` counts blocks, ``Ledger`` runs sequences over it. Written in Cython; each idea is found
-under its name. ``types``: the structures. ``blocks`` and ``gate``: one block, and the lock.
+``BlockPool`` counts blocks, ``Ledger`` runs sequences over it. Written in Cython; each idea is
+found under its name. ``types``: the structures. ``blocks`` and ``gate``: one block, and the lock.
 ``prefix_index``, ``sequences``, ``admission``, ``writing`` (copy-on-write), ``steps`` (batches),
-``copies``, ``defragment``, ``slots``, ``exports``, ``inspect``: plans and how they are applied, in C.
-``handles``, ``block_pool`` and ``ledger`` (on ``ledger_write``, ``ledger_open``, ``ledger_base``): the
-classes that Python sees.
+``copies``, ``defragment``, ``slots``, ``exports``, ``inspect``: plans and how they are applied, in
+C. ``handles``, ``block_pool`` and ``ledger`` (on ``ledger_write``, ``ledger_open`` and
+``ledger_base``): the classes that Python sees.
 """
 
 from pagedcache.bookkeeping.block_pool import BlockPool
