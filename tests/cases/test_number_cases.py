@@ -844,5 +844,7 @@ def test_one_sequence_among_ten_thousand():
         seq.commit(4)
         held.append(seq)
     for busy, quiet in zip(work(crowd), work(alone), strict=True):
-        assert busy <= quiet + 4  # a longer bucket chain by chance, nothing that grows
+        # Bucket chains are longer by chance, up to a few nodes for each of the six look-ups of a
+        # step; walking the others would show as a thousand steps.
+        assert busy <= quiet + 32
     crowd.check()
