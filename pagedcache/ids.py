@@ -77,7 +77,8 @@ class IdStyle:
         return int(self._find(seq_id).seq_len)
 
     def update_tokens(self, seq_id: int, num_tokens: int) -> None:
-        """Set the computed length: growing commits, shrinking cuts the length and keeps blocks.
+        """Set the computed length: growing commits, shrinking cuts the length and keeps blocks; the
+        length it has already changes nothing.
 
         Never changes what another sequence sees. Raises ``InvalidPositionError`` past the room
         of the table.

@@ -34,6 +34,23 @@ def test_life_of_an_id():
         empty(cache)
 
 
+def test_setting_the_length_it_has_changes_nothing():
+    # SPEC F21: neither a commit nor a truncate
+    with make_cache(16, B=4) as cache:
+        seq_id = cache.allocate_sequence(8)
+        seq = cache.sequence(seq_id)
+        seq.append_tokens([1, 2, 3])
+        seq.append(0, *rows(cache.spec, 0, [0, 1, 2]))
+        for computed in (0, 2):
+            seq.commit(computed)
+            before = (seq.num_written, seq.num_tokens, seq.block_table.tolist())
+            cache.update_tokens(seq_id, computed)
+            assert seq.tokens.tolist() == [1, 2, 3]
+            assert (seq.num_written, seq.num_tokens, seq.block_table.tolist()) == before
+            assert cache.sequence_tokens(seq_id) == computed
+        assert_holds(cache, seq, [0, 1])
+
+
 def test_ids_live_without_a_handle():
     # SPEC F21
     with make_cache(16, B=4) as cache:

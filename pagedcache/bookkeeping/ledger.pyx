@@ -129,10 +129,10 @@ cdef class Ledger(LedgerWrite):
         """Set the computed length: growing commits, shrinking forgets tokens and keeps blocks."""
         cdef int64_t length = int_argument(n, "n", -HUGE, HUGE)
         cdef pool_t *p = self._of(seq)
-        cdef result_t r
+        cdef result_t r = answer(OK)      # the same length: neither, nothing is forgotten
         if length > seq.s.computed:
             r = commit(p, seq.s, length - seq.s.computed)
-        else:
+        elif length < seq.s.computed:
             r = truncate(p, seq.s, length, True)
         leave(p)
         if r.code != OK:
@@ -179,6 +179,8 @@ cdef class Ledger(LedgerWrite):
         self._step(seqs, counts, tokens)
 
     def _step(self, list seqs, list counts, tokens):
+        seqs = list(seqs)                 # an __index__ may change the caller's lists
+        counts = None if counts is None else list(counts)
         cdef pool_t *p = self.pool.p
         cdef int64_t i, n = len(seqs), total = 0, given = 0
         cdef const uint32_t *raw = NULL

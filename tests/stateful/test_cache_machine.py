@@ -455,7 +455,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         n = model.computed - b % (model.computed + 1) % 6
         self.cache.update_tokens(model.handle.seq_id, n)
-        model.cut(n, True, self.B)
+        if n < model.computed:  # the length it has already: nothing is forgotten
+            model.cut(n, True, self.B)
 
     def fork(self, a, b, c):
         model = self.pick(a)
