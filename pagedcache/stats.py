@@ -58,9 +58,9 @@ class Stats(_Snapshot):
     partial_copies: int
     """Blocks whose matched head rows were copied into a fresh block (partial-block hits)."""
     defragmentations: int
-    """Calls of ``defragment`` and ``compact_sequence`` that moved a block."""
+    """Calls of ``defragment``."""
     blocks_moved: int
-    """Blocks moved by them."""
+    """Blocks moved by ``defragment`` and ``compact_sequence``."""
     prefix_queries: int
     """Requests looked up."""
     prefix_hits: int
@@ -70,9 +70,9 @@ class Stats(_Snapshot):
     hit_tokens: int
     """Tokens that needed no compute."""
     query_blocks: int
-    """Full blocks looked up."""
+    """Blocks of the tokens looked up, a part-filled last one included."""
     hit_blocks: int
-    """Full blocks found."""
+    """Blocks found whole and shared; one whose head was copied is in ``partial_copies``."""
     resumed_queries: int
     """Requests looked up with ``resumed=True``."""
     resumed_hit_tokens: int
@@ -104,7 +104,7 @@ class Stats(_Snapshot):
 
     @property
     def miss_blocks(self) -> int:
-        """Full blocks looked up and not found."""
+        """Blocks looked up and not shared."""
         return self.query_blocks - self.hit_blocks
 
     @property
