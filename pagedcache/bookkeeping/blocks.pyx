@@ -111,25 +111,46 @@ cdef int32_t take(pool_t *p) noexcept nogil:
 cdef void retire(pool_t *p, int32_t b) noexcept nogil:
     """The last holder and the last pin of a used block are gone."""
     cdef node_t *n
-    cdef int32_t parent, at
+    cdef int32_t parent, other
+    cdef uint8_t late = p.flags[b] & FLAG_LATE
     p.count.blocks_freed += 1
     p.flags[b] = 0
     if p.node[b] != NONE:
         n = &p.index.nodes[p.node[b]]
         parent = alive(p, n.parent)
-        if p.prev[b] != NONE or p.next[b] != NONE or (n.parent != 0 and parent == NONE):
-            forget_block(p, b)        # another copy is resident, or nothing can reach this one
+        other = p.prev[b] if p.prev[b] != NONE else p.next[b]
+        if other != NONE:
+            p.flags[other] |= late
+            forget_block(p, b)        # another copy is resident
+        elif n.parent != 0 and parent == NONE:
+            forget_block(p, b)        # nothing can reach it
         else:
             p.num_idle += 1
-            # An ancestor must not be evicted before its descendant. The parent is idle already
-            # only when this block was held longer than it, by a view.
-            at = NONE if parent == NONE else p.index.nodes[parent].block
-            if at == NONE or in_use(p, at):
-                link_newest(p, b)
-            else:
-                link_before(p, b, at)
+            to_idle(p, b, parent, late)
             return
     to_blank(p, b)
+
+
+cdef void to_idle(pool_t *p, int32_t b, int32_t parent, bint late) noexcept nogil:
+    """Enter a block in the recency list; no ancestor may be evicted before its descendant.
+
+    The parent is idle already only where this block was held longer than it, by a view. Then it
+    goes just before the parent; or, where a child was faster still, its ancestors go behind it.
+    """
+    cdef int32_t at = NONE if parent == NONE else p.index.nodes[parent].block
+    if at != NONE and not in_use(p, at) and not late:
+        link_before(p, b, at)
+        return
+    link_newest(p, b)
+    while parent != NONE:
+        at = p.index.nodes[parent].block
+        if in_use(p, at):
+            p.flags[at] |= FLAG_LATE
+            return
+        unlink_idle(p, at)
+        link_newest(p, at)
+        p.steps += 1
+        parent = alive(p, p.index.nodes[parent].parent)
 
 
 cdef void take_many(pool_t *p, int32_t *out, int64_t n) noexcept nogil:
@@ -188,6 +209,7 @@ cdef void register_block(pool_t *p, int32_t block, uint64_t parent, const uint32
     cdef int32_t displaced = NONE
     index_register(p, block, parent, tokens, extra, extra_size, &displaced)
     if displaced != NONE:
+        p.flags[block] |= FLAG_LATE   # what is cached behind it may be idle
         unlink_idle(p, displaced)
         p.num_idle -= 1
         to_blank(p, displaced)

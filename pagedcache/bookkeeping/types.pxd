@@ -27,6 +27,7 @@ cdef enum:
     MAX_CANDIDATES = 8       # blocks looked at for a partial hit
     FLAG_MUST_COPY = 1       # pinned, and a holder gave up tokens that a view may show: see below
     FLAG_PENDING = 2         # an end of a block copy the engine has not finished
+    FLAG_LATE = 4            # in use when a child of its prefix became idle
 
 cdef enum:                   # what an operation answers; status.pyx turns it into an exception
     OK = 0

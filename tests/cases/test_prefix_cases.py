@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -324,6 +325,30 @@ def test_the_tail_of_a_chain_goes_before_its_head():
         assert seq.num_cached_tokens == 8
         assert seq.block_table.tolist()[:2] == ids[:2]
         assert_holds(cache, seq, marks[:8])
+    empty(cache)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("held", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])
+def test_the_tail_goes_first_whatever_views_held_longest(held, order):
+    # CASE C22
+    # SPEC F14 F30
+    cache = make_cache(4, B=B)
+    seq = cache.open(P)
+    fill(cache, seq, range(1, 13))
+    views = {i: seq.views(0, B * i, B * i + B) for i in held}
+    seq.free()
+    for i in order:
+        if i in views:
+            views[i].release()
+            whole(cache)
+    takers = [cache.open([900])]  # the one block that holds nothing
+    for left in (8, 4, 0):
+        takers.append(cache.open([900 + left]))
+        whole(cache)
+        assert cache.probe([*P, 1]) == left
+    for taker in takers:
+        taker.free()
     empty(cache)
 
 
