@@ -181,6 +181,19 @@ def test_a_mapping_of_a_freed_sequence_is_refused():
                 pc.StaleMappingError)
 
 
+def test_a_mapping_whose_block_another_sequence_took_is_refused():
+    # SPEC F28a, CASE C67: the block is held once and not cached again, but by somebody else
+    with make_cache(1, B=4) as cache:
+        seq = cache.open()
+        slots = seq.prepare(2)
+        seq.free()
+        other = cache.open(range(3))
+        fill(cache, other, [5, 6])
+        refused(cache, lambda: cache.store(0, *rows(cache.spec, 0, [1, 2]), slots),
+                pc.StaleMappingError, other)
+        assert_holds(cache, other, [5, 6])
+
+
 def test_block_tables():
     # SPEC F33, CASE C54
     with make_cache(16, B=4) as cache:

@@ -156,3 +156,29 @@ def test_defragment_by_the_engine():
         assert engine.read(seqs[0]) == list(range(12))
         assert engine.read(seqs[2]) == list(range(200, 212))
         whole(cache)
+
+
+def test_a_longer_chain_comes_in_the_next_call():
+    # SPEC F48: the second copy reads what the first one writes
+    with make_cache(8, B=4, storage=None) as cache:
+        parent = cache.open()
+        parent.prepare(2)
+        parent.commit(2)
+        child = parent.fork()
+        child.prepare(1)
+        grandchild = child.fork()
+        grandchild.prepare(1)
+        a, b, c = (int(seq.block_table[0]) for seq in (parent, child, grandchild))
+        assert len({a, b, c}) == 3
+        pairs, first = cache.take_block_copies()
+        assert pairs.tolist() == [[a, b]]
+        assert cache.take_block_copies()[0].tolist() == []  # not before the first is made
+        cache.copies_done(first)
+        pairs, second = cache.take_block_copies()
+        assert pairs.tolist() == [[b, c]]
+        with pytest.raises(pc.PendingCopyError):
+            child.commit(1)  # its block is still read by the second copy
+        cache.copies_done(second)
+        child.commit(1)
+        grandchild.commit(1)
+        whole(cache)

@@ -7,7 +7,7 @@ import gc
 import ml_dtypes
 import numpy as np
 import pytest
-from cachekit import empty, expected, fill, make_cache, refused, whole
+from cachekit import empty, expected, fill, make_cache, refused, rows, whole
 
 import pagedcache as pc
 
@@ -229,6 +229,22 @@ def test_a_view_keeps_the_old_values_across_truncate_and_append():
         fill(cache, seq, range(50, 60))
         for view, old in zip(views, want, strict=True):
             np.testing.assert_array_equal(view.k, old)
+        whole(cache)
+
+
+def test_a_view_keeps_the_old_values_when_they_are_written_again():
+    # SPEC F30, CASE C67: a rewrite of viewed tokens goes to a copy of the block
+    with make_cache(4, B=4) as cache:
+        seq = cache.open()
+        seq.append(0, *rows(cache.spec, 0, [1, 2, 3]))
+        with seq.views(0) as views:
+            k, v = views[0].k, views[0].v
+            seq.append_kv(0, *rows(cache.spec, 0, [7]), 1)
+            want_k, want_v = expected(cache.spec, 0, [1, 2, 3])
+            np.testing.assert_array_equal(k, want_k.transpose(1, 0, 2))
+            np.testing.assert_array_equal(v, want_v.transpose(1, 0, 2))
+            assert views[0].block_id != seq.block_for_position(0)
+        np.testing.assert_array_equal(seq.gather(0)[0], expected(cache.spec, 0, [1, 7, 3])[0])
         whole(cache)
 
 
