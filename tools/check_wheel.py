@@ -69,9 +69,12 @@ def check_sdist(path: Path) -> list[str]:
     needed = {"setup.py", "pyproject.toml", "LICENSE", "README.md", "ARCHITECTURE.md", "PKG-INFO"}
     needed |= DATA | python_files() | {f"{name}.pyx" for name in cython_modules()}
     for folder, kinds in (("pagedcache", ["*.pxd"]), ("include", ["*.h"]), ("tools", ["*.py"]),
-                          ("tests", ["*.py", "*.jsonl", "*.npz", "*.md", "*.txt"])):  # fmt: skip
+                          ("tests", ["*.*"])):  # fmt: skip
         for kind in kinds:
-            needed |= {file.relative_to(ROOT).as_posix() for file in (ROOT / folder).rglob(kind)}
+            found = (file.relative_to(ROOT) for file in (ROOT / folder).rglob(kind))
+            needed |= {file.as_posix() for file in found
+                       if not file.suffix == ".pyc" and not file.parts[-1].startswith(".")
+                       and (ROOT / file).is_file() and ".hypothesis" not in file.parts}  # fmt: skip
     generated = (".c", ".so", ".o", ".pyc")
     return [f"{name} is missing" for name in sorted(needed - names)] + [
         f"{name} is generated" for name in sorted(names) if name.endswith(generated)
