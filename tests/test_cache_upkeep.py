@@ -214,3 +214,19 @@ def test_figures_are_plain_numbers():
                      "seq_id"):
             assert type(getattr(seq, name)) is int, name
         assert type(cache.utilization) is float
+
+
+def test_queries_are_counted_in_tokens_and_in_blocks():
+    # SPEC F16: a part-filled last block is looked up too, one whose head is copied is not shared
+    with make_cache(16, B=4, partial_block_reuse=1) as cache:
+        with cache.open(range(9)) as seq:  # cold: 9 tokens in 3 blocks
+            fill(cache, seq, range(9))
+        with cache.open([*range(7), 50, 51, 52]) as seq:  # 1 block shared, 3 tokens copied
+            assert seq.num_cached_tokens == 7
+        cache.open(range(4), resumed=True).free()  # apart
+        stats = cache.stats()
+        assert (stats.prefix_queries, stats.prefix_hits, stats.prefix_misses) == (2, 1, 1)
+        assert (stats.query_tokens, stats.hit_tokens, stats.miss_tokens) == (19, 7, 12)
+        assert (stats.query_blocks, stats.hit_blocks, stats.miss_blocks) == (6, 1, 5)
+        assert (stats.resumed_queries, stats.resumed_hit_tokens) == (1, 3)
+        assert (stats.partial_copies, stats.tokens_saved) == (2, 10)
