@@ -17,7 +17,7 @@ from pagedcache.bookkeeping.prefix_index cimport index_destroy, index_init
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
 
-from pagedcache.errors import InvalidArgumentError, StorageMemoryError
+from pagedcache.errors import CopyRefusedError, InvalidArgumentError, StorageMemoryError
 
 
 cdef void destroy(pool_t *p) noexcept nogil:
@@ -29,6 +29,7 @@ cdef void destroy(pool_t *p) noexcept nogil:
     pc_release(p.refs)
     pc_release(p.pins)
     pc_release(p.generation)
+    pc_release(p.loans)
     pc_release(p.flags)
     pc_release(p.node)
     pc_release(p.prev)
@@ -81,9 +82,18 @@ cdef result_t allocate_many(pool_t *p, int32_t *out, int64_t n) noexcept nogil:
         r = answer(E_BLOCKS, n, num_free(p), p.num_blocks)
     else:
         take_many(p, out, n)
+        lend(p, out, n, 1)
         p.epoch += 1
     leave(p)
     return r
+
+
+cdef void lend(pool_t *p, const int32_t *ids, int64_t n, int32_t by) noexcept nogil:
+    """Count what users of the pool itself hold, where sequences hold blocks of it too."""
+    cdef int64_t i
+    if p.loans != NULL:
+        for i in range(n):
+            p.loans[ids[i]] += by
 
 
 cdef result_t check_ids(pool_t *p, const int32_t *ids, int64_t n, bint freeing) noexcept nogil:
@@ -100,6 +110,8 @@ cdef result_t check_ids(pool_t *p, const int32_t *ids, int64_t n, bint freeing) 
             r = answer(E_BLOCK, b, 1)
         elif freeing and p.refs[b] == 0:
             r = answer(E_BLOCK, b, 2)
+        elif freeing and p.loans != NULL and p.loans[b] == 0:
+            r = answer(E_BLOCK, b, 5)
         elif not freeing and not in_use(p, b) and p.node[b] == NONE:
             r = answer(E_BLOCK, b, 3)
         elif not freeing and p.refs[b] > 0x7fffff00:
@@ -109,9 +121,12 @@ cdef result_t check_ids(pool_t *p, const int32_t *ids, int64_t n, bint freeing) 
             break
         if freeing:
             p.refs[b] -= 1
+            if p.loans != NULL:
+                p.loans[b] -= 1
     if freeing:
         for i in range(done):
             p.refs[ids[i]] += 1
+        lend(p, ids, done, 1)
     return r
 
 
@@ -121,6 +136,7 @@ cdef result_t free_many(pool_t *p, const int32_t *ids, int64_t n) noexcept nogil
         return r
     r = check_ids(p, ids, n, True)
     if r.code == OK:
+        lend(p, ids, n, -1)
         release_many(p, ids, n)
         p.epoch += 1
     leave(p)
@@ -136,13 +152,15 @@ cdef result_t touch_many(pool_t *p, const int32_t *ids, int64_t n) noexcept nogi
     if r.code == OK:
         for i in range(n):
             touch_block(p, ids[i])
+        lend(p, ids, n, 1)
         p.epoch += 1
     leave(p)
     return r
 
 
 def _ids(ids):
-    """A contiguous int32 copy of block ids; typed errors for anything else."""
+    """A contiguous int32 copy of block ids, which nobody else can change between their check and
+    their use; typed errors for anything else."""
     try:
         a = np.asarray(ids)
     except (ValueError, OverflowError) as why:
@@ -152,12 +170,10 @@ def _ids(ids):
     if a.ndim != 1 or (a.size and a.dtype.kind not in "iu"):
         raise InvalidArgumentError(
             f"block ids: expected integers in one dimension, got {a.dtype} of shape {a.shape}")
-    if a.dtype == np.int32 and a.flags.c_contiguous:
-        return a
-    if a.size and (a.min() < -(2**31) or a.max() >= 2**31):
+    if a.size and a.dtype != np.int32 and (a.min() < -(2**31) or a.max() >= 2**31):
         bad = a[(a < -(2**31)) | (a >= 2**31)][0]
         raise InvalidArgumentError(f"block id {bad} is outside int32; ids come from allocate()")
-    return np.ascontiguousarray(a, dtype=np.int32)
+    return np.array(a, dtype=np.int32, order="C")
 
 
 cdef class BlockPool:
@@ -196,7 +212,7 @@ cdef class BlockPool:
                 f"free={self.num_free_blocks}, cached={self.num_cached_blocks})")
 
     def __reduce__(self):
-        raise InvalidArgumentError("a BlockPool cannot be copied or pickled; make a new one")
+        raise CopyRefusedError(type(self).__name__, "copied or pickled")
 
     @property
     def num_blocks(self):
@@ -260,6 +276,7 @@ cdef class BlockPool:
                 and pc_mutex_trylock(&p.lock)):
             if not p.gate and num_free(p) > 0:
                 b = take(p)
+                lend(p, &b, 1, 1)
                 p.epoch += 1
                 pc_mutex_unlock(&p.lock)
                 return b
@@ -274,7 +291,7 @@ cdef class BlockPool:
         """Give back one reference of each id (an id may be named once per reference held).
 
         A block is free when its last reference goes. Raises BlockError for an id out of range,
-        never allocated or freed too often; nothing has changed then.
+        never allocated, freed too often, or held by sequences alone; nothing has changed then.
         """
         a = _ids(ids)
         cdef const int32_t[::1] view = a
@@ -296,7 +313,9 @@ cdef class BlockPool:
         b = <int32_t> wide
         if (p.fork_generation == fork_generation() and p.dropped == NULL
                 and pc_mutex_trylock(&p.lock)):
-            if not p.gate and 0 <= b < p.fresh and p.refs[b] > 0:
+            if (not p.gate and 0 <= b < p.fresh and p.refs[b] > 0
+                    and (p.loans == NULL or p.loans[b] > 0)):
+                lend(p, &b, 1, -1)
                 release_block(p, b)
                 p.epoch += 1
                 pc_mutex_unlock(&p.lock)

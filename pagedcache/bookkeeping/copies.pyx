@@ -65,6 +65,33 @@ cdef int64_t take_copies(pool_t *p, int32_t *pairs, int64_t room, int64_t *ticke
     return n
 
 
+cdef void cancel_copies(pool_t *p) noexcept nogil:
+    """Forget copies that nobody has taken and nobody needs: their destination has no holder, is
+    not cached, and no later copy reads it."""
+    cdef int64_t i = p.num_copies, kept
+    cdef copy_t c
+    while i > 0:                      # the end of a chain first
+        i -= 1
+        c = p.copies[i]
+        if c.ticket != 0 or p.refs[c.dst] > 0 or p.pins[c.dst] != 1 or p.node[c.dst] != NONE:
+            continue
+        for kept in range(i, p.num_copies - 1):
+            p.copies[kept] = p.copies[kept + 1]
+        p.num_copies -= 1
+        p.flags[c.src] &= ~FLAG_PENDING
+        p.flags[c.dst] &= ~FLAG_PENDING
+        unpin_block(p, c.src)
+        unpin_block(p, c.dst)
+    mark_pending(p)
+
+
+cdef void mark_pending(pool_t *p) noexcept nogil:
+    cdef int64_t i
+    for i in range(p.num_copies):
+        p.flags[p.copies[i].src] |= FLAG_PENDING
+        p.flags[p.copies[i].dst] |= FLAG_PENDING
+
+
 cdef result_t finish_copies(pool_t *p, int64_t ticket) noexcept nogil:
     """The engine has made the copies of this ticket: unpin their ends."""
     cdef int64_t i, kept = 0
@@ -86,7 +113,5 @@ cdef result_t finish_copies(pool_t *p, int64_t ticket) noexcept nogil:
             p.copies[kept] = c
             kept += 1
     p.num_copies = kept
-    for i in range(kept):
-        p.flags[p.copies[i].src] |= FLAG_PENDING
-        p.flags[p.copies[i].dst] |= FLAG_PENDING
+    mark_pending(p)
     return answer(OK)

@@ -20,7 +20,7 @@ from pagedcache.bookkeeping.sequences cimport (
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
 
-from pagedcache.errors import InvalidArgumentError, StorageMemoryError
+from pagedcache.errors import CopyRefusedError, InvalidArgumentError, StorageMemoryError
 
 
 cdef int enter_fast(pool_t *p) except? 99:
@@ -67,7 +67,7 @@ cdef class SeqState:
         drop(self.pool.p, self.last_will)
 
     def __reduce__(self):
-        raise InvalidArgumentError("a sequence cannot be copied or pickled; fork() shares blocks")
+        raise CopyRefusedError(type(self).__name__, "copied or pickled")
 
     cdef int _enter(self) except? 99:
         enter_fast(self.pool.p)
@@ -247,7 +247,7 @@ cdef class Pin:
         raise InvalidArgumentError("a Pin is made by a Ledger")
 
     def __reduce__(self):
-        raise InvalidArgumentError("a Pin cannot be copied or pickled")
+        raise CopyRefusedError(type(self).__name__, "copied or pickled")
 
     def __dealloc__(self):
         if self.pin != NULL:
@@ -337,7 +337,7 @@ cdef class SlotMapping:
         raise InvalidArgumentError("a SlotMapping is made by prepare()")
 
     def __reduce__(self):
-        raise InvalidArgumentError("a SlotMapping cannot be copied or pickled; prepare() again")
+        raise CopyRefusedError(type(self).__name__, "copied or pickled")
 
     def __dealloc__(self):
         pc_release(self.blocks)

@@ -104,7 +104,7 @@ cdef result_t check_sequences(pool_t *p, int32_t *held) noexcept nogil:
     if n != p.num_sequences or p.last != before:
         return answer(E_CORRUPT, NONE, 14)
     for b in range(p.fresh):
-        if held[b] > p.refs[b]:       # users of the pool itself may hold more
+        if held[b] + (p.loans[b] if p.loans != NULL else p.refs[b]) != p.refs[b]:
             return answer(E_CORRUPT, b, 0)
     return answer(OK)
 

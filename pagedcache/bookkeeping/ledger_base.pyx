@@ -3,8 +3,9 @@
 
 The operations come in layers above: ``ledger_open``, ``ledger_write``, ``ledger``.
 """
-from libc.stdint cimport INT64_MAX, int64_t, uint32_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t
 
+from pagedcache.bookkeeping.alloc cimport pc_calloc
 from pagedcache.bookkeeping.block_pool cimport BlockPool
 from pagedcache.bookkeeping.blocks cimport forget_all
 from pagedcache.bookkeeping.gate cimport leave, open_gate, shut_gate
@@ -12,6 +13,8 @@ from pagedcache.bookkeeping.handles cimport SeqState, enter_fast
 from pagedcache.bookkeeping.inspect cimport fragmentation_t, measure
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
+
+from pagedcache.errors import StorageMemoryError
 
 
 cdef const uint32_t *token_pointer(object tokens, int64_t *n) except? NULL:
@@ -34,6 +37,9 @@ cdef class LedgerBase:
             longest = int_argument(max_seq_len, "max_seq_len", 1, 2**62)
         partial = int_argument(partial_block_reuse, "partial_block_reuse", 0, 2**31 - 1)
         self.pool = BlockPool(num_blocks, block_size, hash_mask=hash_mask)
+        self.pool.p.loans = <int32_t *> pc_calloc(self.pool.p.num_blocks, sizeof(int32_t))
+        if self.pool.p.loans == NULL:
+            raise StorageMemoryError(4 * self.pool.p.num_blocks, "the pool's loans")
         self.pool.p.num_layers = layers
         self.pool.p.max_seq_len = longest
         self.pool.p.partial_min = partial

@@ -26,6 +26,7 @@ from pagedcache.errors import StorageMemoryError
 
 cdef identity_t *make_identity(bytes root, list extra_keys) except NULL:
     """``extra_keys`` is sorted by start and validated by the caller (hashing.py)."""
+    extra_keys = list(extra_keys)
     cdef const uint8_t *raw = root
     cdef identity_t *who = identity_new(raw, len(root), len(extra_keys))
     cdef const uint8_t *key_raw

@@ -71,6 +71,7 @@ cdef class LedgerWrite(LedgerOpen):
 
         Grows tables and copies shared or cached blocks of the write ranges, all or nothing.
         """
+        seqs, counts = list(seqs), list(counts)   # an __index__ may change the caller's lists
         cdef int64_t i, j, n = len(seqs), total = 0, bound = 0, at = 0
         cdef int64_t B = self.pool.p.block_size
         cdef int64_t count
@@ -139,8 +140,7 @@ cdef class LedgerWrite(LedgerOpen):
             pc_release(pointers)
         if r.code != OK:
             raise_result(r)
-        out.setflags(write=False)
-        mapping.slots = out
+        mapping.slots = np.asarray(memoryview(out).toreadonly())
         return mapping
 
     def prepare_blocks_needed(self, SeqState seq, n):
@@ -317,7 +317,11 @@ cdef class LedgerWrite(LedgerOpen):
         return pin
 
     def pin_slots(self, slots):
-        """Verify raw slots (int64 array, -1 = skip) as writable and pin their blocks -> Pin."""
+        """Verify raw slots (int64 array, -1 = skip) as writable and pin their blocks -> Pin.
+
+        The pin's slots are a copy: what was checked is what will be written.
+        """
+        slots = np.array(slots, dtype=np.int64, order="C")
         cdef const int64_t[::1] view = slots
         cdef int64_t n = view.shape[0]
         cdef const int64_t *raw = &view[0] if n else NULL

@@ -8,6 +8,7 @@ from libc.string cimport memcmp, memcpy
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_grow, pc_release
 from pagedcache.bookkeeping.blocks cimport register_block, release_block
+from pagedcache.bookkeeping.copies cimport cancel_copies
 from pagedcache.bookkeeping.gate cimport set_reaper
 from pagedcache.bookkeeping.prefix_index cimport serial_of, tokens_of
 from pagedcache.bookkeeping.types cimport *
@@ -134,6 +135,8 @@ cdef void seq_free(pool_t *p, seq_t *s) noexcept nogil:
     p.num_sequences -= 1
     p.count.sequences_freed += 1
     p.epoch += 1
+    if p.num_copies > 0:
+        cancel_copies(p)
 
 
 cdef void seq_destroy(seq_t *s) noexcept nogil:
@@ -260,6 +263,8 @@ cdef result_t truncate(pool_t *p, seq_t *s, int64_t n, bint keep_blocks) noexcep
         if p.pins[s.table[i]] > 0:
             p.flags[s.table[i]] |= FLAG_MUST_COPY
     p.epoch += 1
+    if p.num_copies > 0:
+        cancel_copies(p)
     return answer(OK)
 
 

@@ -18,6 +18,7 @@ _BLOCK = (
     "freed more often than it was allocated or shared (double free)",
     "the block is free and holds nothing cached; allocate() it instead",
     "too many references",
+    "only sequences hold it; free() or truncate() them instead",
 )
 _POSITION = (
     "positions count from 0 to the sequence's length",

@@ -142,6 +142,7 @@ cdef struct pool_t:
     int32_t *refs            # holders among sequences and pool users
     int32_t *pins            # views and byte movers at work
     uint32_t *generation     # counts the times a block was handed out or moved
+    int32_t *loans           # references handed out by the pool itself; NULL: all of them
     uint8_t *flags
     int32_t *node            # slot in the index, NONE when not cached
     int32_t *prev            # idle: recency list; used and cached: the node's resident copies
