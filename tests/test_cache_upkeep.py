@@ -216,6 +216,26 @@ def test_figures_are_plain_numbers():
         assert type(cache.utilization) is float
 
 
+def test_fewest_tokens_of_a_partial_hit():
+    # SPEC F40: at least partial_block_reuse tokens, the last of the prompt never among them
+    with make_cache(16, B=8, partial_block_reuse=3) as cache:
+        with cache.open(range(8)) as seq:
+            fill(cache, seq, range(8))
+        for same, length, hit in ((2, 8, 0), (3, 8, 3), (3, 4, 3), (3, 3, 0), (4, 4, 3)):
+            prompt = [*range(same), *range(50, 50 + length - same)]
+            assert cache.probe(prompt) == hit, (same, length)
+
+
+def test_truncate_gives_the_tail_back_first():
+    # SPEC F14, F27: as free() does, so the tail of a prefix goes before its head
+    with make_cache(3, B=4) as cache:
+        seq = cache.open(range(12))
+        fill(cache, seq, range(12))
+        seq.truncate(0)
+        cache.open([99])
+        assert cache.probe(range(13)) == 8
+
+
 def test_queries_are_counted_in_tokens_and_in_blocks():
     # SPEC F16: a part-filled last block is looked up too, one whose head is copied is not shared
     with make_cache(16, B=4, partial_block_reuse=1) as cache:
