@@ -7,92 +7,37 @@ cache must be the same afterwards, the stored bytes included.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from cachekit import assert_holds, cached_prompt, empty, fill, make_cache, snapshot
+from badvalues import (
+    ARRAYS,
+    COUNTS,
+    DTYPES,
+    EXTRA,
+    HUGE,
+    LAYERS,
+    NEGATIVE,
+    NOT_INTEGERS,
+    POSITIONS,
+    SALTS,
+    SEQS,
+    SLOTS,
+    TOKENS,
+    Odd,
+    World,
+)
+from cachekit import assert_holds, empty
 
 import pagedcache as pc
-from pagedcache.errors import CopyRefusedError, PagedCacheError
-
-B = 4
-
-
-class Odd:
-    """An object that is nothing in particular."""
-
-    def __repr__(self) -> str:
-        return "Odd()"
-
-
-class BrokenIndex:
-    """Claims to be an integer and raises."""
-
-    def __index__(self) -> int:
-        raise TypeError("no integer after all")
-
-
-class World:
-    """One cache with all kinds of blocks, and another cache's handles."""
-
-    def __init__(self) -> None:
-        self.cache = make_cache(16, B=B, layers=2, max_seq_len=40)
-        self.other = make_cache(16, B=B, layers=2)
-        cached_prompt(self.cache, range(10, 18))
-        self.seq = self.cache.open(range(50, 56), request_id="live")
-        fill(self.cache, self.seq, range(1, 7))
-        self.twin = self.seq.fork()
-        self.gone = self.cache.open(range(60, 63))
-        self.gone.free()
-        self.stranger = self.other.open(range(50, 56))
-        fill(self.other, self.stranger, range(21, 27))
-        self.mapping = self.stranger.prepare(1)
-        self.rows = np.ones((1, 1, 4), np.float32)
-
-    def shot(self) -> tuple[Any, ...]:
-        prompts = [[*range(10, 18), 1]]
-        return (
-            snapshot(self.cache, self.seq, self.twin, prompts=prompts),
-            snapshot(self.other, self.stranger),
-        )
-
-
-NOT_INTEGERS = [None, True, False, 1.0, float("nan"), "1", b"1", [], (), {}, Odd(), 1j,
-                np.float32(1), np.bool_(True), np.array([1, 2]), BrokenIndex()]
-HUGE = [2**31, 2**40, 2**62, 2**63, 2**64, 10**30]
-NEGATIVE = [-1, -(2**31), -(2**63), -(2**64)]
-COUNTS = [*NOT_INTEGERS, *HUGE, *NEGATIVE]
-LAYERS = [*NOT_INTEGERS, *HUGE, *NEGATIVE, 2]
-POSITIONS = [*NOT_INTEGERS, *HUGE, *NEGATIVE]
-TOKENS = [None, 5, 1.0, True, "12", b"12", Odd(), {1: 2}, [1.0], [None], ["a"], [True], [-1],
-          [2**32], [2**63], [2**64], [[1, 2]], [[1], [2, 3]], [1, [2]], np.array([1.0]),
-          np.array([True]), np.array([[1, 2]]), np.array(["a"]), np.array([-1]),
-          np.array([2**32], np.int64), np.array([2**63], np.uint64), np.array(5), np.array(None),
-          np.array([1, None], object), np.array([1 + 0j]), np.array([1], "M8[s]"),
-          np.zeros((0, 2), np.int64), np.array([1], ml_dtypes.bfloat16)]
-SALTS = [5, 1.0, True, [], [b"a"], Odd(), "\ud800", {}]
-EXTRA = [5, None, "ab", [1], [(1, 2)], [(1, 2, 3)], [(1, 2, None)], [(-1, 2, b"")], [(2, 1, b"")],
-         [(1, 1, b"")], [(1.0, 2, b"")], [(0, 2**64, b"")], [(True, 2, b"")], [Odd()],
-         [(1, 2, b"", 4)], [("0", 2, b"")]]
-SEQS = [None, 5, Odd(), "ab", [None], [5], [Odd()], {1: 2}]
-K = np.ones((1, 1, 4), np.float32)
-ARRAYS = [None, 5, 1.0, "a", b"a", Odd(), [], [[[1.0, 2.0, 3.0, 4.0]]], np.float32(1),
-          K.astype(np.float64), K.astype(np.int8), K.astype(np.complex64), K.astype(object),
-          K[0, 0], K[0, 0, 0], K[None], K[..., :3], np.ones((1, 2, 4), np.float32),
-          np.ones((1, 5), np.float32), np.ones((2, 2, 2, 2), np.float32),
-          np.ma.masked_array(K, mask=True)]
-SLOTS = [None, 5, 1.0, "a", Odd(), [1.0], [None], [True], [[0]], ["a"], [0, 1], [],
-         [-2], [64], [2**31], [2**40], [2**63 - 1], [2**63], [2**64], [-(2**63)],
-         np.array([0.5]), np.array([[0]]), np.array([2**63], np.uint64), np.array([True])]
-DTYPES = ["float64", "int8", np.float64, "q8", "no such", 5, Odd(), np.dtype("i4"), object]
+from pagedcache.errors import PagedCacheError
 
 Call = Callable[[World, Any], Any]
+
 
 # name -> (call, bad values); a value that must be accepted somewhere is not in its list.
 SWEEP: dict[str, tuple[Call, list[Any]]] = {
@@ -284,157 +229,3 @@ def test_the_sweep_covers_every_public_call():
     for cls in (pc.PagedKVCache, pc.Sequence, pc.BlockPool):
         left = _public(cls) - swept - no_arguments - {"fork"}
         assert not left, f"{cls.__name__}: no bad arguments for {sorted(left)}"
-
-
-GOOD_SPEC: dict[str, Any] = {
-    "num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "block_size": 4, "kv_format": "float16",
-}
-
-
-@pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "block_size"])
-def test_bad_sizes_of_a_spec(field):
-    # SPEC F11
-    for value in [*NOT_INTEGERS, *NEGATIVE, *HUGE[1:], 0]:
-        with pytest.raises(PagedCacheError):
-            pc.CacheSpec(**{**GOOD_SPEC, field: value})
-
-
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("kv_format", [5, "no such", "float64", b"q8", [], np.float64]),
-        ("k_format", [5, "no such", "float64", []]),
-        ("layout", [None, 5, "hnd ", "NDH", b"HND", []]),
-        ("max_seq_len", [0, -1, 1.0, True, "5", []]),
-        ("on_nonfinite", [None, 5, "ignore", b"raise", []]),
-        ("no_such_field", [1]),
-    ],
-)
-def test_bad_fields_of_a_spec(field, values):
-    # SPEC F7 F11
-    for value in values:
-        with pytest.raises((PagedCacheError, TypeError) if field == "no_such_field"
-                           else PagedCacheError):
-            pc.CacheSpec(**{**GOOD_SPEC, field: value})
-            print(field, value)
-
-
-def test_bad_arguments_of_a_cache():
-    # SPEC F11 F15
-    spec = pc.CacheSpec(**GOOD_SPEC)
-    bad: list[dict[str, Any]] = [
-        {},
-        {"num_blocks": 4, "memory": 10**6},
-        *({"num_blocks": v} for v in [*NOT_INTEGERS[1:], *NEGATIVE, *HUGE, 0]),
-        *({"memory": v} for v in
-          ["", "2 parsecs", "-1GiB", -1, 0, 1, spec.block_nbytes - 1, True, 1.5, [], Odd(),
-           {}, {"cuda:0": 10**6}, {"cpu": "x"}, {5: 5}]),
-        *({"num_blocks": 4, "device": v} for v in
-          [None, 5, "", "gpu9000x", "tpu", "cuda", "cuda:0", ["cpu"], ["cpu", "cuda:0"],
-           ["cpu"] * 3, [None, None], Odd()]),
-        *({"num_blocks": 4, "storage": v} for v in
-          [5, "mine", (), ([],), ([], []), ([None] * 2, [None] * 2), Odd(), {}]),
-        *({"num_blocks": 4, "partial_block_reuse": v} for v in [-1, 1.0, True, "1", [], 2**64]),
-        *({"num_blocks": 4, "eviction": v} for v in [None, "fifo", "LRU", 5, []]),
-    ]
-    for arguments in bad:
-        with pytest.raises(PagedCacheError):
-            pc.PagedKVCache(spec, **arguments)
-            print(arguments)
-    for not_a_spec in (None, 5, "spec", GOOD_SPEC, pc.CacheSpec):
-        with pytest.raises(PagedCacheError):
-            pc.PagedKVCache(not_a_spec, 4)
-
-
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_slabs_that_do_not_fit(layout):
-    # SPEC F48
-    spec = pc.CacheSpec(**{**GOOD_SPEC, "layout": layout})
-    shape = (4, 2, 4, 8) if layout == "HND" else (4, 4, 2, 8)
-    good = [np.zeros(shape, np.float16) for _ in range(4)]
-    frozen = np.zeros(shape, np.float16)
-    frozen.flags.writeable = False
-    wrong = [
-        np.zeros((3, *shape[1:]), np.float16),
-        np.zeros((*shape[:3], 7), np.float16),
-        np.zeros(shape[1:], np.float16),
-        np.zeros(shape, np.float32),
-        np.zeros(shape, np.int16),
-        np.zeros(shape, ">f2"),
-        np.zeros((*shape[:3], 16), np.float16)[..., ::2],
-        np.zeros(shape[::-1], np.float16).T,
-        np.broadcast_to(np.zeros(shape[1:], np.float16), shape),
-        np.zeros(256 * 2 + 1, np.uint8)[1:].view(np.float16).reshape(shape),
-        frozen,
-        good[1],  # the same memory twice
-        None,
-        good[0].tolist(),
-    ]
-    for bad in wrong:
-        for where in range(4):
-            slabs = list(good)
-            slabs[where] = bad if bad is not good[1] else good[(where + 1) % 4]
-            with pytest.raises(PagedCacheError):
-                pc.PagedKVCache(spec, 4, storage=(slabs[:2], slabs[2:]))
-    with pytest.raises(PagedCacheError):
-        pc.PagedKVCache(spec, 4, storage=(good[:1], good[2:]))
-    cache = pc.PagedKVCache(spec, 4, storage=(good[:2], good[2:]))
-    assert not any(g.any() for g in good)
-    cache.check()
-
-
-def test_handles_are_not_copied_or_pickled():
-    # SPEC F11
-    world = World()
-    before = world.shot()
-    for thing in (world.cache, world.seq, world.cache.pool, world.mapping):
-        for use in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(PagedCacheError):
-                use(thing)
-    for thing in (world.cache, world.seq):
-        with pytest.raises(CopyRefusedError):
-            copy.copy(thing)
-    assert world.shot() == before
-    again = pickle.loads(pickle.dumps(world.cache.spec))
-    assert again == world.cache.spec and hash(again) == hash(world.cache.spec)
-
-
-def test_a_closed_cache():
-    # SPEC F11
-    world = World()
-    cache, seq = world.cache, world.seq
-    cache.close()
-    cache.close()
-    assert "closed" in repr(cache)
-    rows = world.rows
-    for call in (
-        lambda: cache.open([1]),
-        lambda: cache.probe([1]),
-        lambda: cache.blocks_needed([1]),
-        lambda: cache.stats(),
-        lambda: cache.check(),
-        lambda: cache.defragment(),
-        lambda: cache.fragmentation(),
-        lambda: cache.reset_prefix_cache(),
-        lambda: cache.pool,
-        lambda: cache.num_free_blocks,
-        lambda: cache.utilization,
-        lambda: cache.allocate_sequence(1),
-        lambda: cache.sequence(seq.seq_id),
-        lambda: cache.block_tables([]),
-        lambda: cache.prepare([], []),
-        lambda: cache.store(0, rows, rows, [-1]),
-        lambda: cache.take_block_copies(),
-        lambda: cache.layout_epoch,
-        lambda: cache.__enter__(),
-        lambda: seq.append(0, rows, rows),
-        lambda: seq.gather(0),
-        lambda: seq.views(0),
-        lambda: seq.commit(0),
-        lambda: seq.block_table,
-        lambda: seq.fork(),
-    ):
-        with pytest.raises(pc.FreedHandleError):
-            call()
-    seq.free()  # nothing happens
-    assert "freed" in repr(seq)
