@@ -226,6 +226,15 @@ def test_fewest_tokens_of_a_partial_hit():
             assert cache.probe(prompt) == hit, (same, length)
 
 
+def test_eight_candidates_of_a_partial_hit_are_looked_at():
+    # SPEC F40
+    with make_cache(16, B=4, partial_block_reuse=1) as cache:
+        for i in range(8):  # the same first token
+            with cache.open([1, i, i, i]) as seq:
+                fill(cache, seq, range(seq.num_cached_tokens, 4))
+        assert [cache.probe([1, i, i, 50]) for i in range(8)] == [3] * 8
+
+
 def test_truncate_gives_the_tail_back_first():
     # SPEC F14, F27: as free() does, so the tail of a prefix goes before its head
     with make_cache(3, B=4) as cache:
