@@ -235,6 +235,21 @@ def test_eight_candidates_of_a_partial_hit_are_looked_at():
         assert [cache.probe([1, i, i, 50]) for i in range(8)] == [3] * 8
 
 
+def test_compact_uses_the_gaps_between_others():
+    # SPEC F19
+    with make_cache(5, B=4) as cache:
+        seq, gap = cache.open(range(4)), cache.open(range(10, 14))
+        seq.prepare(8)
+        others = [cache.open(range(20 + i, 24 + i)) for i in range(2)]
+        assert seq.block_table.tolist() == [0, 2]
+        assert cache.compact_sequence(seq) == 0  # no two neighbouring ids to be had
+        gap.free()
+        assert cache.compact_sequence(seq) == 1
+        assert seq.block_table.tolist() == [0, 1]
+        assert [other.block_table.tolist() for other in others] == [[3], [4]]
+        whole(cache)
+
+
 def test_truncate_gives_the_tail_back_first():
     # SPEC F14, F27: as free() does, so the tail of a prefix goes before its head
     with make_cache(3, B=4) as cache:

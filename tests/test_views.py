@@ -248,6 +248,20 @@ def test_a_view_keeps_the_old_values_when_they_are_written_again():
         whole(cache)
 
 
+def test_a_viewed_block_is_not_found_behind_another_prefix():
+    # SPEC F35: its parent is evicted and the parent's place in the index taken by other tokens
+    with make_cache(2, B=4) as cache:
+        with cache.open(range(8)) as seq:
+            fill(cache, seq, range(8))
+            views = seq.views(0, 4, 8)
+        with cache.open(range(100, 104)) as other:
+            fill(cache, other, range(4))
+            assert cache.probe([*range(100, 104), *range(4, 9)]) == 4
+            assert cache.probe(range(9)) == 0
+        views.release()
+        empty(cache)
+
+
 def test_a_pinned_block_is_not_moved():
     # SPEC F19, F30
     with make_cache(8, B=4) as cache:
