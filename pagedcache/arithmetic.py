@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pagedcache._native import arithmetic as _native
 from pagedcache.arguments import as_count, as_integer
-from pagedcache.arrays import as_float_array, row_format
+from pagedcache.arrays import as_float_array, overlap, row_format
 from pagedcache.errors import (
     CorruptionError,
     FormatError,
@@ -21,6 +21,7 @@ from pagedcache.errors import (
     NonFiniteError,
     ShapeError,
     StorageMemoryError,
+    shown,
 )
 from pagedcache.formats import FORMATS, KVFormat, get_format, get_policy
 
@@ -68,43 +69,64 @@ class FlatQuantized:
     formats all quants, then (16-byte aligned) all scales; the others group after group.
 
     ``data=`` adopts such bytes, for instance from a file, instead of making new ones; they must
-    be a contiguous uint8 array of that size (:class:`ShapeError`, :class:`FormatError`).
+    be a contiguous, writable uint8 array of that size (:class:`ShapeError`,
+    :class:`FormatError`). What a buffer is made of cannot be replaced later; its bytes can be
+    written through ``data``.
     Raises :class:`InvalidArgumentError` for a negative or absurd ``num_values`` and
     :class:`StorageMemoryError` when the memory can't be had.
     """
 
-    __slots__ = ("_scale_offset", "data", "format", "num_values", "shape")
-
-    format: KVFormat
-    num_values: int
-    shape: tuple[int, ...]  # of the array that was quantised; to_float32 returns it
-    data: NDArray[np.uint8]
+    __slots__ = ("_data", "_format", "_nbytes", "_num_values", "_scale_offset", "_shape")
 
     def __init__(
         self, format: str | KVFormat, num_values: int, data: NDArray[np.uint8] | None = None
     ) -> None:
-        self.format = get_format(format)
-        self.num_values = as_count(num_values, "num_values")
-        self.shape = (self.num_values,)
-        groups = -(-self.num_values // self.format.group_size)
-        nbytes = groups * self.format.group_nbytes
+        self._format = row = get_format(format)
+        self._num_values = as_count(num_values, "num_values")
+        self._shape: tuple[int, ...] = (self._num_values,)
+        groups = -(-self._num_values // row.group_size)
+        nbytes = groups * row.group_nbytes
         self._scale_offset = 0
-        if self.format.packing == "planar":
-            quants = groups * self.format.quant_nbytes
+        if row.packing == "planar":
+            quants = groups * row.quant_nbytes
             self._scale_offset = -(-quants // _SCALE_ALIGNMENT) * _SCALE_ALIGNMENT
-            nbytes = self._scale_offset + groups * self.format.scale_nbytes
-        self.data = _new_bytes(nbytes) if data is None else _adopted_bytes(data, nbytes)
+            nbytes = self._scale_offset + groups * row.scale_nbytes
+        self._nbytes = nbytes
+        self._data = _new_bytes(nbytes) if data is None else _adopted_bytes(data, nbytes)
+
+    @property
+    def format(self) -> KVFormat:
+        """How the values are stored."""
+        return self._format
+
+    @property
+    def num_values(self) -> int:
+        """Number of values."""
+        return self._num_values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that was quantised; ``to_float32`` returns it."""
+        return self._shape
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """The bytes themselves, uint8 ``[nbytes]``; writing to them changes the buffer."""
+        return self._data
 
     @property
     def nbytes(self) -> int:
         """Size of ``data``: of whole groups, scales included."""
-        return int(self.data.nbytes)
+        return self._nbytes
 
     def __len__(self) -> int:
-        return self.num_values
+        return self._num_values
 
     def __repr__(self) -> str:
         return f"<FlatQuantized {self.format}: {self.num_values} values, {self.nbytes} bytes>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self._format.name, self._num_values, self._data, self._shape)
 
     def read(self, offset: int = 0, length: int | None = None) -> NDArray[np.float32]:
         """Return values ``offset … offset + length`` (to the end by default) as new float32.
@@ -112,10 +134,11 @@ class FlatQuantized:
         Raises :class:`InvalidPositionError` when the range isn't inside the buffer.
         """
         start = as_integer(offset, "offset")
-        count = self.num_values - start if length is None else as_integer(length, "length")
+        count = self._num_values - start if length is None else as_integer(length, "length")
         self._check_range(start, count)
-        out = np.empty(count, np.float32)
-        _native.flat_read(self.format.code, self.data, self._scale_offset, start, out)
+        out = _new_values(count)
+        data = _adopted_bytes(self._data, self._nbytes, written=False)
+        _native.flat_read(self._format.code, data, self._scale_offset, start, out)
         return out
 
     def write(self, offset: int, values: ArrayLike, on_nonfinite: str = "raise") -> None:
@@ -134,10 +157,12 @@ class FlatQuantized:
         start = as_integer(offset, "offset")
         flat = _float32_values(values, "values")
         self._check_range(start, flat.size)
+        data = _adopted_bytes(self._data, self._nbytes)
+        if overlap(flat, data):
+            flat = flat.copy()  # a write must not change what it has still to read
         _raise_status(
             _native.flat_write(
-                self.format.code, self.data, self._scale_offset, self.num_values, start, flat,
-                policy,
+                self._format.code, data, self._scale_offset, self._num_values, start, flat, policy
             ),
             "values",
             flat,
@@ -145,20 +170,23 @@ class FlatQuantized:
 
     def to_float32(self) -> NDArray[np.float32]:
         """Return all values as new float32 of ``shape``."""
-        out = np.empty(self.num_values, np.float32)
-        _native.decode(self.format.code, self.data, self._scale_offset, out)
-        return out.reshape(self.shape)
-
-    def _encode(self, flat: NDArray[np.float32], policy: int) -> None:
-        status = _native.encode(self.format.code, flat, self.data, self._scale_offset, policy)
-        _raise_status(status, "x", flat)
+        return self.read().reshape(self._shape)
 
     def _check_range(self, start: int, count: int) -> None:
-        if start < 0 or start > self.num_values:
-            raise InvalidPositionError(start, self.num_values, "offset of a flat buffer")
-        if count < 0 or start + count > self.num_values:
-            reason = f"end of {count} values from offset {start}"
-            raise InvalidPositionError(start + count, self.num_values, reason)
+        if start < 0 or start > self._num_values:
+            raise InvalidPositionError(start, self._num_values, "offset of a flat buffer")
+        if count < 0 or start + count > self._num_values:
+            reason = f"end of {shown(count)} values from offset {start}"
+            raise InvalidPositionError(start + count, self._num_values, reason)
+
+
+def _restored(
+    format: str, num_values: int, data: NDArray[np.uint8], shape: tuple[int, ...]
+) -> FlatQuantized:
+    """What a pickled or copied buffer is loaded with; bytes that cannot be written are copied."""
+    buffer = FlatQuantized(format, num_values, data if data.flags.writeable else data.copy())
+    buffer._shape = shape
+    return buffer
 
 
 def quantize(
@@ -175,8 +203,10 @@ def quantize(
     policy = get_policy(on_nonfinite)
     array = as_float_array(x, "x")
     buffer = FlatQuantized(format, array.size)
-    buffer.shape = array.shape
-    buffer._encode(_float32_values(array, "x"), policy)
+    buffer._shape = array.shape
+    flat = _float32_values(array, "x")
+    status = _native.encode(buffer.format.code, flat, buffer.data, buffer._scale_offset, policy)
+    _raise_status(status, "x", flat)
     return buffer
 
 
@@ -191,7 +221,7 @@ def _encode_bits(x: ArrayLike, format: KVFormat) -> NDArray[np.uint16]:
     array = as_float_array(x, "x")
     if array.dtype != np.float32:
         raise FormatError("float32", array.dtype, "x")
-    out = np.empty(array.size, np.uint16)
+    out = _new_bytes(2 * array.size).view(np.uint16)
     _native.encode(format.code, _contiguous(array), out.view(np.uint8), 0, 0)
     return out.reshape(array.shape)
 
@@ -200,7 +230,7 @@ def _decode_bits(bits: ArrayLike, format: KVFormat) -> NDArray[np.float32]:
     array = np.asarray(bits)
     if array.dtype != np.uint16 or not array.dtype.isnative:
         raise FormatError("uint16", array.dtype, "bits")
-    out = np.empty(array.size, np.float32)
+    out = _new_values(array.size)
     _native.decode(format.code, _contiguous(array).view(np.uint8), 0, out)
     return out.reshape(array.shape)
 
@@ -216,7 +246,7 @@ def _float32_values(values: ArrayLike, what: str) -> NDArray[np.float32]:
     source = row_format(array.dtype)
     if source.name == "float32":
         return flat
-    out = np.empty(flat.size, np.float32)
+    out = _new_values(flat.size)
     _native.decode(source.code, flat.view(np.uint8), 0, out)
     return out
 
@@ -228,11 +258,23 @@ def _new_bytes(nbytes: int) -> NDArray[np.uint8]:
         raise StorageMemoryError(nbytes, "a flat quantised buffer") from None
 
 
-def _adopted_bytes(data: NDArray[np.uint8], nbytes: int) -> NDArray[np.uint8]:
+def _new_values(count: int) -> NDArray[np.float32]:
+    try:
+        return np.empty(count, np.float32)
+    except (MemoryError, ValueError):
+        raise StorageMemoryError(4 * count, f"{count:,} float32 values") from None
+
+
+def _adopted_bytes(
+    data: NDArray[np.uint8], nbytes: int, written: bool = True
+) -> NDArray[np.uint8]:
+    """``data`` if it is as it must be: checked when adopted, and again whenever native code is to
+    touch it, because an array can be resized or frozen in place."""
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
         kind = str(data.dtype) if isinstance(data, np.ndarray) else type(data).__name__
         raise FormatError("a uint8 array", kind, "data")
-    if data.shape != (nbytes,) or not data.flags.c_contiguous or not data.flags.writeable:
+    writeable = data.flags.writeable or not written
+    if data.shape != (nbytes,) or not data.flags.c_contiguous or not writeable:
         got = f"shape {data.shape}, strides {data.strides}, writeable {data.flags.writeable}"
         raise ShapeError(f"{nbytes} contiguous, writeable bytes", got, "data")
     return data

@@ -15,10 +15,14 @@ def shown(value: Any) -> str:
     """``repr`` of a value for a message: short, and never an error of its own.
 
     Python refuses to write out integers of thousands of digits; such a one is told by its size.
+    A value whose ``repr`` fails is told by its type.
     """
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # code of the caller's own, or a huge integer inside a list
+        return f"a value of type {type(value).__name__} that has no repr"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -194,7 +198,7 @@ class InvalidPositionError(PagedCacheError, IndexError):
 
     def __init__(self, position: int, length: int, reason: str = "") -> None:
         self.position, self.length, self.reason = int(position), int(length), reason
-        text = f"position {self.position} is outside 0…{self.length}"
+        text = f"position {shown(self.position)} is outside 0…{self.length}"
         super().__init__(f"{text}: {reason}" if reason else text)
         self._init_args = (position, length, reason)
 

@@ -5,13 +5,15 @@ Nothing about a format is written down twice: names, sizes and packing come from
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from pagedcache._native.arithmetic import format_table
-from pagedcache.errors import FormatError, InvalidArgumentError
+from pagedcache.errors import FormatError, InvalidArgumentError, shown
 
 _AXES = {0: "row", 1: "tokens"}
 _PACKINGS = {0: "dense", 1: "planar", 2: "interleaved"}
@@ -22,9 +24,12 @@ NONFINITE_POLICIES = {"raise": 0, "saturate": 1}
 _ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False, eq=False)
 class KVFormat:
     """How the values of a K or V row are stored. Get one with :func:`get_format`.
+
+    There is one object per row of the table and no other: native code trusts its numbers. Copies
+    and unpickled ones are that same object; making one raises :class:`FormatError`.
 
     ``code``: its number in native code. ``group_size``: values that share a scale (1 for float
     formats). ``quant_nbytes``, ``scale_nbytes``: bytes per group. ``group_axis``: ``"row"``, the
@@ -42,6 +47,12 @@ class KVFormat:
     group_axis: str
     packing: str
     open_format: int
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise FormatError("get_format(name)", "a KVFormat made by hand", "format")
+
+    def __reduce__(self) -> tuple[Callable[[str], KVFormat], tuple[str]]:
+        return _named, (self.name,)
 
     @property
     def group_nbytes(self) -> int:
@@ -89,31 +100,42 @@ class KVFormat:
         return self.name
 
 
-def _read_table() -> dict[str, KVFormat]:
-    rows = format_table()
-    for row in rows:
+def _named(name: str) -> KVFormat:
+    """What a pickled format is loaded with."""
+    return get_format(name)
+
+
+def _read_table() -> Mapping[str, KVFormat]:
+    table = {}
+    for row in format_table():
         row["group_axis"] = _AXES[row["group_axis"]]
         row["packing"] = _PACKINGS[row["packing"]]
-    return {row["name"]: KVFormat(**row) for row in rows}
+        made = object.__new__(KVFormat)
+        for field, value in row.items():
+            object.__setattr__(made, field, value)
+        table[made.name] = made
+    return MappingProxyType(table)
 
 
-#: Every format by name, in the order of the table.
-FORMATS: dict[str, KVFormat] = _read_table()
+#: Every format by name, in the order of the table; read-only.
+FORMATS: Mapping[str, KVFormat] = _read_table()
 
 
 def get_format(format: str | KVFormat) -> KVFormat:
     """Return the format of that name.
 
-    Also takes ``"fp32"``, ``"fp16"``, ``"bf16"``, and a :class:`KVFormat`, which is returned as
-    it is. Raises :class:`FormatError`, which names the choices, for anything else.
+    Also takes ``"fp32"``, ``"fp16"``, ``"bf16"``, and a :class:`KVFormat` of the table, which is
+    returned as it is. Raises :class:`FormatError`, which names the choices, for anything else.
     """
-    if isinstance(format, KVFormat):
-        return format
     if isinstance(format, str):
         found = FORMATS.get(_ALIASES.get(format, format))
         if found is not None:
             return found
-    raise FormatError(f"one of {', '.join(FORMATS)}", repr(format)[:80], "format")
+    for row in FORMATS.values():
+        if format is row:  # by identity: another object's numbers are not the table's
+            return row
+    got = "another KVFormat" if isinstance(format, KVFormat) else shown(format)
+    raise FormatError(f"one of {', '.join(FORMATS)}", got, "format")
 
 
 def get_policy(on_nonfinite: str) -> int:
@@ -124,4 +146,4 @@ def get_policy(on_nonfinite: str) -> int:
     if isinstance(on_nonfinite, str) and on_nonfinite in NONFINITE_POLICIES:
         return NONFINITE_POLICIES[on_nonfinite]
     choices = " or ".join(map(repr, NONFINITE_POLICIES))
-    raise InvalidArgumentError(f"on_nonfinite must be {choices}, got {repr(on_nonfinite)[:80]}")
+    raise InvalidArgumentError(f"on_nonfinite must be {choices}, got {shown(on_nonfinite)}")

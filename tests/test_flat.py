@@ -269,3 +269,49 @@ def test_copies_and_names() -> None:
         assert np.array_equal(again.to_float32(), buffer.to_float32())
         again.write(0, np.zeros(40, np.float32))
         assert buffer.to_float32().all()
+
+
+# SPEC 7: what native code trusts cannot be replaced from outside.
+def test_what_a_buffer_is_made_of_is_fixed() -> None:
+    x = np.arange(64, dtype=np.float32)
+    buffer = quantize(x.reshape(2, 32), "q8")
+    kept = buffer.data.copy()
+    for name, value in {
+        "num_values": 10**9, "data": np.zeros(1, np.uint8), "format": buffer.format,
+        "nbytes": 1, "shape": (10**9,),
+    }.items():  # fmt: skip
+        with pytest.raises(AttributeError):
+            setattr(buffer, name, value)
+    assert (buffer.num_values, buffer.shape, buffer.nbytes) == (64, (2, 32), 72)
+    assert np.array_equal(buffer.data, kept)
+
+
+# SPEC 7
+def test_bytes_that_change_their_form_are_refused() -> None:
+    values = np.ones(64, np.float32)
+    data = np.zeros(72, np.uint8)
+    buffer = FlatQuantized("q8", 64, data)
+    data.flags.writeable = False
+    with pytest.raises(ShapeError, match="writeable"):
+        buffer.write(0, values)
+    assert not buffer.to_float32().any()  # it can still be read
+    data.flags.writeable = True
+    data.resize(10, refcheck=False)
+    for call in (lambda: buffer.write(0, values), buffer.read, buffer.to_float32):
+        with pytest.raises(ShapeError, match="72 contiguous"):
+            call()
+
+
+def test_a_buffer_written_with_its_own_values() -> None:
+    buffer = quantize(np.arange(8, dtype=np.float32), "float32")
+    buffer.write(1, buffer.data.view(np.float32)[:7])
+    assert buffer.to_float32().tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_read_only_pickled_buffer_can_be_written() -> None:
+    buffers: list[pickle.PickleBuffer] = []
+    buffer = quantize(np.ones((2, 4), np.float32), "q8")
+    text = pickle.dumps(buffer, protocol=5, buffer_callback=buffers.append)
+    again = pickle.loads(text, buffers=[bytes(b.raw()) for b in buffers])
+    again.write(0, np.full(8, 2, np.float32))
+    assert again.shape == (2, 4) and again.to_float32().min() == 2 and buffer.read().max() == 1

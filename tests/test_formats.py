@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from pagedcache._native import arithmetic as native
 from pagedcache._native.arithmetic import format_table, status_table
-from pagedcache.errors import FormatError, InvalidArgumentError
+from pagedcache._native.rows import Slabs, find_nonfinite
+from pagedcache.arithmetic import FlatQuantized, quantize
+from pagedcache.errors import FormatError, InvalidArgumentError, ShapeError
 from pagedcache.formats import FORMATS, KVFormat, get_format, get_policy
+from pagedcache.spec import CacheSpec
 
 # name: code, values per group, bytes per group, packing, dtype
 TABLE = {
@@ -25,6 +31,8 @@ TABLE = {
     "q4_0": (6, 32, 18, "interleaved", np.uint8),
     "q4_1": (7, 32, 20, "interleaved", np.uint8),
 }
+
+DENSE = [name for name, row in TABLE.items() if row[3] == "dense"]
 
 
 # SPEC F4 F5 F9a F10
@@ -79,9 +87,109 @@ def test_policies() -> None:
 
 def test_formats_are_values() -> None:
     for fmt in FORMATS.values():
-        for again in (pickle.loads(pickle.dumps(fmt)), copy.deepcopy(fmt)):
-            assert again == fmt and hash(again) == hash(fmt)
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            assert pickle.loads(pickle.dumps(fmt, protocol)) is fmt
+        assert copy.copy(fmt) is fmt and copy.deepcopy(fmt) is fmt
     assert len(set(FORMATS.values())) == len(TABLE)
     with pytest.raises(FrozenInstanceError):
         FORMATS["q8"].code = 9  # type: ignore[misc]
     assert isinstance(FORMATS["q8"], KVFormat)
+
+
+def made_by_hand(**changes: Any) -> KVFormat:
+    """A format that is not a row of the table, got past the constructor."""
+    made = object.__new__(KVFormat)
+    q8 = FORMATS["q8"]
+    for field in dataclasses.fields(q8):
+        object.__setattr__(made, field.name, changes.get(field.name, getattr(q8, field.name)))
+    return made
+
+
+# SPEC 7: native code trusts the numbers of a format, so there are no others than the table's.
+def test_there_are_no_other_formats() -> None:
+    for make in (
+        lambda: KVFormat(),
+        lambda: KVFormat("q8", 99, 32, 32, 4, "row", "planar", -1),
+        lambda: dataclasses.replace(FORMATS["q8"], code=99),
+    ):
+        with pytest.raises(FormatError, match="made by hand"):
+            make()
+    with pytest.raises(TypeError):
+        FORMATS["q9"] = FORMATS["q8"]  # type: ignore[index]
+    for fake in (made_by_hand(), made_by_hand(code=99), object.__new__(KVFormat)):
+        for use in (
+            get_format,
+            lambda x: quantize(np.ones(4, np.float32), x),
+            lambda x: FlatQuantized(x, 4),
+            lambda x: CacheSpec(1, 1, 32, kv_format=x),
+            lambda x: CacheSpec(1, 1, 32, k_format=x),
+            lambda x: CacheSpec(1, 1, 32).replace(v_format=x),
+        ):
+            with pytest.raises(FormatError, match="another KVFormat"):
+                use(fake)
+
+
+# SPEC 7: the native doors are importable, and refuse what would leave an array.
+@pytest.mark.parametrize("code", [-1, len(TABLE), 99, 2**31 - 1, -(2**31)])
+def test_native_doors_refuse_unknown_codes(code: int) -> None:
+    values, data = np.ones(64, np.float32), np.zeros(4096, np.uint8)
+    slab, rows = np.zeros((2, 4096), np.uint8), np.zeros((1, 1, 32), np.uint32)
+    good = Slabs([np.zeros((2, 128), np.uint8)], 0, 0, 1, 1, 32)
+    for call in (
+        lambda: native.encode(code, values, data, 0, 0),
+        lambda: native.decode(code, data, 0, values),
+        lambda: native.flat_read(code, data, 0, 3, values),
+        lambda: native.flat_write(code, data, 0, 100, 3, values, 0),
+        lambda: native.block_geometry(code, 0, 1, 1, 32),
+        lambda: native.row_address(code, 0, 1, 1, 32, 4096, 0, 0, 0),
+        lambda: Slabs([slab], code, 0, 1, 1, 32),
+        lambda: good.store(0, rows, code, np.zeros(1, np.int64), 0),
+        lambda: good.load(0, np.zeros(1, np.int32), 0, rows, code),
+        lambda: find_nonfinite(rows, code),
+    ):
+        with pytest.raises(FormatError):
+            call()
+    assert not data.any() and not slab.any()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_native_doors_refuse_what_the_bytes_do_not_hold(name: str) -> None:
+    buffer = FlatQuantized(name, 100)
+    code, size, at = buffer.format.code, buffer.nbytes, buffer._scale_offset
+    data, short = buffer.data, buffer.data[:-1]
+    values, many = np.ones(100, np.float32), np.ones(300, np.float32)
+    huge = 2**63 - 1
+    for call in (
+        lambda: native.encode(code, values, short, at, 0),
+        lambda: native.encode(code, many, data, at, 0),
+        lambda: native.encode(code, values, data, size + 1, 0),
+        lambda: native.encode(code, values, data, -1, 0),
+        lambda: native.decode(code, short, at, values),
+        lambda: native.decode(code, data, huge, values),
+        lambda: native.flat_read(code, data, at, 100 if name in DENSE else 128, values),
+        lambda: native.flat_read(code, data, at, -1, values),
+        lambda: native.flat_read(code, data, at, huge, values),
+        lambda: native.flat_write(code, data, at, huge, 0, values, 0),
+        lambda: native.flat_write(code, data, at, 100, 1, values, 0),
+        lambda: native.flat_write(code, data, at, 100, huge, values, 0),
+        lambda: native.flat_write(code, data, at, -1, 0, values, 0),
+        lambda: native.flat_write(code, short, at, 100, 0, values, 0),
+    ):
+        with pytest.raises(ShapeError):
+            call()
+    assert not data.any()
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [(2, 1, 1, 32), (-1, 1, 1, 32), (0, 0, 1, 32), (0, 1, 0, 32), (0, 1, 1, 0), (1, -1, 1, 32),
+     (0, 2**31, 1, 32), (0, 2**30, 2**30, 2**30), (1, 2**63 - 1, 1, 1)],
+)  # fmt: skip
+def test_native_doors_refuse_geometries_that_no_block_has(geometry: tuple[int, ...]) -> None:
+    for call in (
+        lambda: native.block_geometry(0, *geometry),
+        lambda: native.row_address(0, *geometry, 128, 0, 0, 0),
+        lambda: Slabs([np.zeros((2, 128), np.uint8)], 0, *geometry),
+    ):
+        with pytest.raises(InvalidArgumentError):
+            call()

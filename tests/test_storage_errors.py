@@ -301,6 +301,36 @@ def test_native_checks() -> None:
         native.load(1, ids, 0, np.zeros((3, 2, 32), np.uint16), 1)
     with pytest.raises(ShapeError):
         native.move(ids, ids, np.zeros(287, np.uint8))
+    rows, room = np.zeros((1, 2, 32), np.uint32), np.zeros(288, np.uint8)
+    for slot in (-2, 16, 2**62):
+        with pytest.raises(SlotError):
+            native.store(0, rows, 0, np.array([slot]), 0)
+        for pair in ([0, slot], [slot, 0], [-1, 0]):
+            with pytest.raises(SlotError):
+                native.copy_tokens(*(np.array([one]) for one in pair))
+    for block in (-1, 4, 2**31 - 1):
+        bad = np.array([block], np.int32)
+        with pytest.raises(BlockError):
+            native.load(0, bad, 0, rows, 0)
+        for pair in ((bad, ids), (ids, bad)):
+            with pytest.raises(BlockError):
+                native.copy(*pair, ids)
+            if block != -1:
+                with pytest.raises(BlockError):
+                    native.move(*pair, room)
+    two = np.zeros(2, np.int32)
+    for call in (
+        lambda: native.copy(two, ids, two),
+        lambda: native.copy(two, two, ids),
+        lambda: native.move(two, ids, room),
+        lambda: native.copy_tokens(np.zeros(2, np.int64), np.zeros(1, np.int64)),
+    ):
+        with pytest.raises(ShapeError, match="one length"):
+            call()
+    with pytest.raises(InvalidPositionError):
+        native.copy(ids, ids, np.array([5], np.int32))
+    with pytest.raises(InvalidPositionError):
+        native.load(0, ids, 2**63 - 1, rows, 0)
     assert not good.any()
 
 

@@ -9,6 +9,27 @@
 
 #include "formats.h"
 
+/* Whether num_values in format `code` lie inside `nbytes` bytes whose scales, if they are apart,
+ * start at byte scale_offset: PC_OK, PC_E_FORMAT for an unknown code, or PC_E_RANGE. */
+PC_INLINE int pc_flat_check(int code, int64_t nbytes, int64_t scale_offset, int64_t num_values) {
+    const pc_format format = pc_format_of(code);
+    if (format.group_size == 0) {
+        return PC_E_FORMAT;
+    }
+    /* No format takes less than half a byte per value; this keeps the products small. */
+    if (nbytes < 0 || nbytes > INT64_MAX / 64 || num_values < 0 || num_values > 2 * nbytes ||
+        scale_offset < 0 || scale_offset > nbytes) {
+        return PC_E_RANGE;
+    }
+    if (format.packing != PC_PACK_PLANAR) {
+        return pc_row_data_nbytes(code, num_values) <= nbytes ? PC_OK : PC_E_RANGE;
+    }
+    return pc_row_data_nbytes(code, num_values) <= scale_offset &&
+                   pc_row_scale_nbytes(code, num_values) <= nbytes - scale_offset
+               ? PC_OK
+               : PC_E_RANGE;
+}
+
 /* A decoded value as it may be quantised again: 127 * scale rounds past the largest float32 where
  * a q8 group holds exactly that value. */
 PC_INLINE float pc_clamp_to_finite(float value) {

@@ -35,7 +35,24 @@ PC_INLINE int64_t pc_align_up(int64_t nbytes, int64_t alignment) {
     return (nbytes + alignment - 1) / alignment * alignment;
 }
 
-/* The sizes must be positive and the block must fit 63 bits: the caller has checked. */
+/* Whether pc_geometry_init may be called: PC_OK, PC_E_FORMAT for an unknown code, or PC_E_ARGUMENT
+ * for an unknown layout, a size outside 1 … 2^31 - 1, or a block of more than 62 bits. */
+PC_INLINE int pc_geometry_check(int code, int layout, int64_t num_heads, int64_t block_size,
+                                int64_t head_dim) {
+    const int64_t most = INT32_MAX;
+    if (pc_format_of(code).group_size == 0) {
+        return PC_E_FORMAT;
+    }
+    if ((layout != PC_HND && layout != PC_NHD) || num_heads < 1 || num_heads > most ||
+        block_size < 1 || block_size > most || head_dim < 1 || head_dim > most) {
+        return PC_E_ARGUMENT;
+    }
+    /* a bound for a row of any format, its share of the padding included */
+    const int64_t row_nbytes = 4 * (head_dim + PC_GROUP) + 2 * PC_PLANE_ALIGNMENT;
+    return num_heads * block_size > (INT64_MAX / 2) / row_nbytes ? PC_E_ARGUMENT : PC_OK;
+}
+
+/* The sizes must be positive and the block must fit 63 bits: pc_geometry_check says so. */
 PC_INLINE void pc_geometry_init(pc_geometry *g, int code, int layout, int64_t num_heads,
                                 int64_t block_size, int64_t head_dim) {
     const int planar = pc_format_of(code).packing == PC_PACK_PLANAR;

@@ -1,12 +1,16 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """The format table, and encoding and decoding of contiguous values, with the GIL released.
 
-No checks here: callers (``formats``, ``arithmetic``, ``spec``) pass valid codes, contiguous
-arrays of matching sizes and ranges inside them. ``data`` is a run of values stored as one row
-whose scales, if they lie apart, start at byte ``scale_offset``.
+``data`` is a run of values stored as one row whose scales, if they lie apart, start at byte
+``scale_offset``. What would let an address leave an array is refused here, whatever the callers
+(``formats``, ``arithmetic``, ``spec``) checked: ``FormatError`` for a code that is not in the
+table, ``ShapeError`` for values that ``data`` does not hold, ``InvalidArgumentError`` for a
+geometry that no block has.
 """
 
 from libc.stdint cimport int64_t, uint8_t
+
+from pagedcache.errors import FormatError, InvalidArgumentError, ShapeError
 
 cdef extern from *:
     """
@@ -67,7 +71,12 @@ cdef extern from *:
     const pc_named_status *pc_named_statuses
     int PC_NUM_FORMATS
     int PC_NUM_STATUSES
+    int PC_OK
+    int PC_E_FORMAT
 
+    int pc_flat_check(int code, int64_t nbytes, int64_t scale_offset, int64_t num_values) nogil
+    int pc_geometry_check(int code, int layout, int64_t num_heads, int64_t block_size,
+                          int64_t head_dim) nogil
     int pc_encode_row(int code, const float *src, int64_t num_values, uint8_t *data,
                       uint8_t *scales, int policy) nogil
     void pc_decode_row(int code, const uint8_t *data, const uint8_t *scales, int64_t num_values,
@@ -102,9 +111,37 @@ def status_table():
     }
 
 
+cdef int check_values(int code, int64_t nbytes, int64_t scale_offset, int64_t offset,
+                      int64_t count, int64_t num_values) except -1:
+    """Values offset … offset + count of num_values that lie in nbytes bytes, or an exception."""
+    cdef int status = pc_flat_check(code, nbytes, scale_offset, num_values)
+    if status == PC_E_FORMAT:
+        raise FormatError(f"a code below {PC_NUM_FORMATS}", code, "format code")
+    if status != PC_OK:
+        raise ShapeError(f"room for {num_values} values",
+                         f"{nbytes} bytes, scales from byte {scale_offset} on", "data")
+    if offset < 0 or count > num_values or offset > num_values - count:
+        raise ShapeError(f"a range inside {num_values} values", f"{count} from {offset} on",
+                         "range")
+    return 0
+
+
+cdef int check_geometry(int code, int layout, int64_t num_heads, int64_t block_size,
+                        int64_t head_dim) except -1:
+    cdef int status = pc_geometry_check(code, layout, num_heads, block_size, head_dim)
+    if status == PC_E_FORMAT:
+        raise FormatError(f"a code below {PC_NUM_FORMATS}", code, "format code")
+    if status != PC_OK:
+        raise InvalidArgumentError(
+            f"no block has layout {layout}, {num_heads} heads, {block_size} tokens and "
+            f"{head_dim} values per head")
+    return 0
+
+
 def encode(int code, const float[::1] src, uint8_t[::1] data, int64_t scale_offset, int policy):
     """Store all of `src` from the start of `data`; returns a status code."""
     cdef int status = 0
+    check_values(code, data.shape[0], scale_offset, 0, src.shape[0], src.shape[0])
     if src.shape[0]:
         with nogil:
             status = pc_encode_row(code, &src[0], src.shape[0], &data[0],
@@ -114,6 +151,7 @@ def encode(int code, const float[::1] src, uint8_t[::1] data, int64_t scale_offs
 
 def decode(int code, const uint8_t[::1] data, int64_t scale_offset, float[::1] dst):
     """Read the first values of `data` until `dst` is full."""
+    check_values(code, data.shape[0], scale_offset, 0, dst.shape[0], dst.shape[0])
     if dst.shape[0]:
         with nogil:
             pc_decode_row(code, &data[0], &data[0] + scale_offset, dst.shape[0], &dst[0])
@@ -122,6 +160,9 @@ def decode(int code, const uint8_t[::1] data, int64_t scale_offset, float[::1] d
 def flat_read(int code, const uint8_t[::1] data, int64_t scale_offset, int64_t offset,
               float[::1] dst):
     """Read values offset … offset + len(dst)."""
+    if offset < 0 or offset > 2 * data.shape[0]:
+        raise ShapeError(f"an offset inside {data.shape[0]} bytes of values", offset, "offset")
+    check_values(code, data.shape[0], scale_offset, offset, dst.shape[0], offset + dst.shape[0])
     if dst.shape[0]:
         with nogil:
             pc_flat_read(code, &data[0], &data[0] + scale_offset, offset, dst.shape[0], &dst[0])
@@ -131,6 +172,7 @@ def flat_write(int code, uint8_t[::1] data, int64_t scale_offset, int64_t num_va
                int64_t offset, const float[::1] src, int policy):
     """Replace values offset … offset + len(src) of num_values; returns a status code."""
     cdef int status = 0
+    check_values(code, data.shape[0], scale_offset, offset, src.shape[0], num_values)
     if src.shape[0]:
         with nogil:
             status = pc_flat_write(code, &data[0], &data[0] + scale_offset, num_values, offset,
@@ -142,6 +184,7 @@ def block_geometry(int code, int layout, int64_t num_heads, int64_t block_size,
                    int64_t head_dim):
     """Return the sizes of one block of one layer and kind as a dict of ints."""
     cdef pc_geometry g
+    check_geometry(code, layout, num_heads, block_size, head_dim)
     pc_geometry_init(&g, code, layout, num_heads, block_size, head_dim)
     return {
         "row_data_nbytes": g.row_data_nbytes,
@@ -158,6 +201,7 @@ def row_address(int code, int layout, int64_t num_heads, int64_t block_size, int
     """Return the byte offsets (data, scales) of one row in a slab."""
     cdef pc_geometry g
     cdef pc_address address
+    check_geometry(code, layout, num_heads, block_size, head_dim)
     pc_geometry_init(&g, code, layout, num_heads, block_size, head_dim)
     address = pc_row_address(&g, block_stride_nbytes, block, head, offset)
     return address.data, address.scales

@@ -3,7 +3,8 @@
 """Slabs for native code: rows in, rows out, copies, with the GIL released.
 
 The door's checks (dtype, rank, byte order, finiteness) are in ``pagedcache.storage``; what would
-let an address leave a slab (layer, shape, ids, slots) is checked here as well, once per call.
+let an address leave a slab (codes, geometry, layer, shape, ids, slots) is checked here, by every
+call for itself and before it writes a byte.
 """
 from cpython.buffer cimport (
     PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
@@ -12,12 +13,17 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.stdlib cimport calloc, free, malloc
 
 from pagedcache.errors import (
-    BlockError, InvalidArgumentError, InvalidPositionError, ShapeError, SlotError,
+    BlockError, FormatError, InvalidArgumentError, InvalidPositionError, ShapeError, SlotError,
     StorageMemoryError,
 )
 
 cdef extern from "pagedcache/rows.h" nogil:
     int PC_OK
+    int PC_E_FORMAT
+    int PC_NUM_FORMATS
+    int PC_FORMAT_float32
+    int PC_FORMAT_float16
+    int PC_FORMAT_bfloat16
 
     ctypedef struct pc_geometry:
         int64_t num_heads
@@ -36,6 +42,8 @@ cdef extern from "pagedcache/rows.h" nogil:
         int64_t value_stride
         int dtype
 
+    int pc_geometry_check(int code, int layout, int64_t num_heads, int64_t block_size,
+                          int64_t head_dim)
     void pc_geometry_init(pc_geometry *geometry, int code, int layout, int64_t num_heads,
                           int64_t block_size, int64_t head_dim)
     int64_t pc_dtype_nbytes(int dtype)
@@ -59,6 +67,8 @@ cdef enum:
 
 cdef int open_rows(object array, int dtype, int flags, Py_buffer *view, pc_rows *rows) except -1:
     """Describe a 3-D array of 2- or 4-byte integers as rows; the caller releases `view`."""
+    if dtype not in (PC_FORMAT_float32, PC_FORMAT_float16, PC_FORMAT_bfloat16):
+        raise FormatError("the code of a float format", dtype, "dtype code")
     PyObject_GetBuffer(array, view, PyBUF_STRIDES | flags)
     if view.ndim != 3 or view.itemsize != pc_dtype_nbytes(dtype):
         PyBuffer_Release(view)
@@ -69,6 +79,12 @@ cdef int open_rows(object array, int dtype, int flags, Py_buffer *view, pc_rows 
     rows.head_stride = view.strides[1]
     rows.value_stride = view.strides[2]
     rows.dtype = dtype
+    return 0
+
+
+cdef int check_lengths(int64_t first, int64_t second, str what) except -1:
+    if first != second:
+        raise ShapeError(f"{what} of one length", [first, second], "copies")
     return 0
 
 
@@ -103,6 +119,14 @@ cdef class Slabs:
                   int64_t block_size, int64_t head_dim):
         cdef Py_buffer view
         cdef int layer
+        cdef int status = pc_geometry_check(format_code, layout, num_heads, block_size, head_dim)
+        if status == PC_E_FORMAT:
+            raise FormatError(f"a code below {PC_NUM_FORMATS}", format_code, "format code")
+        if status != PC_OK:
+            raise InvalidArgumentError(
+                f"no block has layout {layout}, {num_heads} heads, {block_size} tokens and "
+                f"{head_dim} values per head")
+        arrays = list(arrays)             # kept alive below, whatever happens to the caller's list
         pc_geometry_init(&self.geometry, format_code, layout,
                          num_heads, block_size, head_dim)
         self.num_layers = <int> len(arrays)
@@ -168,8 +192,10 @@ cdef class Slabs:
 
     def check_copies(self, const int32_t[::1] src, const int32_t[::1] dst,
                      const int32_t[::1] rows):
-        """Raise BlockError or InvalidPositionError unless :meth:`copy` may run."""
+        """Raise ShapeError, BlockError or InvalidPositionError unless :meth:`copy` may run."""
         cdef int64_t i, n = rows.shape[0]
+        check_lengths(src.shape[0], dst.shape[0], "src and dst")
+        check_lengths(src.shape[0], n, "src and rows")
         self.check_ids(src)
         self.check_ids(dst)
         for i in range(n):
@@ -178,7 +204,7 @@ cdef class Slabs:
                                            f"token rows of copy {i}")
 
     def store(self, int64_t layer, array, int dtype, const int64_t[::1] slots, int policy):
-        """Store ``array[i]`` (3-D, as integers) at the slots; slots checked before.
+        """Store ``array[i]`` (3-D, as integers) at the slots; -1 skips a token.
 
         Returns 0, or the status of the first row that the format could not hold.
         """
@@ -192,6 +218,7 @@ cdef class Slabs:
         open_rows(array, dtype, 0, &view, &rows)
         try:
             self.check_shape(&view, n)
+            self.check_slots(slots)
             if n > 0:
                 buffer = self.row_buffer(small)
                 with nogil:
@@ -204,20 +231,21 @@ cdef class Slabs:
         return status
 
     def load(self, int64_t layer, const int32_t[::1] block_ids, int64_t first, array, int dtype):
-        """Fill ``array`` (3-D, as integers) with tokens ``first …`` of the ids (checked before)."""
+        """Fill ``array`` (3-D, as integers) with tokens ``first …`` of the ids."""
         cdef Py_buffer view
         cdef pc_rows rows
         cdef float small[STACK_VALUES]
         cdef float *buffer = NULL
-        cdef int64_t n
+        cdef int64_t n, available
         self.check_layer(layer)
         open_rows(array, dtype, PyBUF_WRITABLE, &view, &rows)
         try:
             n = view.shape[0]
             self.check_shape(&view, n)
-            if first < 0 or first + n > block_ids.shape[0] * self.geometry.block_size:
-                raise InvalidPositionError(
-                    first + n, block_ids.shape[0] * self.geometry.block_size)
+            available = block_ids.shape[0] * self.geometry.block_size
+            if first < 0 or first > available or n > available - first:
+                raise InvalidPositionError(first, available, f"{n} tokens from there on")
+            self.check_ids(block_ids)
             if n > 0:
                 buffer = self.row_buffer(small)
                 with nogil:
@@ -242,15 +270,19 @@ cdef class Slabs:
         """Copy the first ``rows[i]`` token rows of block ``src[i]`` to ``dst[i]``, every layer."""
         cdef int64_t i, n = src.shape[0]
         cdef int layer
+        self.check_copies(src, dst, rows)
         with nogil:
             for layer in range(self.num_layers):
                 for i in range(n):
                     pc_copy_block(&self.geometry, &self.slabs[layer], src[i], dst[i], rows[i])
 
     def copy_tokens(self, const int64_t[::1] src, const int64_t[::1] dst):
-        """Copy the token at slot ``src[i]`` to slot ``dst[i]``, every layer; slots checked."""
+        """Copy the token at slot ``src[i]`` to slot ``dst[i]``, every layer."""
         cdef int64_t i, n = src.shape[0], size = self.geometry.block_size
         cdef int layer
+        check_lengths(n, dst.shape[0], "src and dst")
+        self.check_slots(src, 0)
+        self.check_slots(dst, 0)
         with nogil:
             for layer in range(self.num_layers):
                 for i in range(n):
@@ -263,6 +295,9 @@ cdef class Slabs:
         cdef int layer
         if scratch.shape[0] < self.geometry.block_nbytes:
             raise ShapeError(f"{self.geometry.block_nbytes} bytes", scratch.shape[0], "scratch")
+        check_lengths(n, dst.shape[0], "src and dst")
+        self.check_ids(src, -1)
+        self.check_ids(dst, -1)
         with nogil:
             for layer in range(self.num_layers):
                 for i in range(n):

@@ -134,7 +134,6 @@ class CpuStorage:
         slots = as_slots(slots)
         if not len(slots) == len(k) == len(v):
             raise ShapeError(f"{len(k)} slots, one per token", len(slots), "slots")
-        slabs["k"].check_slots(slots)
         for kind, rows in zip(KINDS, (k, v), strict=True):
             bad = slabs[kind].store(layer, _bits(rows), _code(rows), slots, policy)
             if bad:  # a value changed after check_rows, or nobody called it
@@ -180,7 +179,6 @@ class CpuStorage:
         ]
         if overlap(*outs):
             raise ShapeError("out_k and out_v that share no memory", "overlapping arrays", "out")
-        slabs["k"].check_ids(ids)
         for kind, out in zip(KINDS, outs, strict=True):
             slabs[kind].load(layer, ids, first, _bits(out), fmt.code)
         return outs[0], outs[1]
@@ -198,14 +196,14 @@ class CpuStorage:
         if num_tokens > self.spec.block_size:
             raise InvalidPositionError(num_tokens, self.spec.block_size, "tokens of one block")
         ids = as_ids([block_id])
-        slabs[self._kind(kind)].check_ids(ids)
+        native = slabs[self._kind(kind)]
         fmt = row_format(dtype)
         heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
         by_head = self.spec.layout == "HND"
         shape = (heads, num_tokens, head_dim) if by_head else (num_tokens, heads, head_dim)
         block = _empty(shape, fmt)
         rows = block.transpose(1, 0, 2) if by_head else block
-        slabs[kind].load(layer, ids, 0, _bits(rows), fmt.code)
+        native.load(layer, ids, 0, _bits(rows), fmt.code)
         return block
 
     def block_array(
@@ -244,9 +242,6 @@ class CpuStorage:
         """
         slabs = self._open()
         ids = [as_ids(src, "src"), as_ids(dst, "dst"), as_ids(rows, "rows")]
-        if not len(ids[0]) == len(ids[1]) == len(ids[2]):
-            raise ShapeError("src, dst and rows of one length", [len(x) for x in ids], "copies")
-        slabs["k"].check_copies(*ids)
         for kind in KINDS:
             slabs[kind].copy(*ids)
 
@@ -258,10 +253,6 @@ class CpuStorage:
         """
         slabs = self._open()
         pairs = [as_slots(src, "src"), as_slots(dst, "dst")]
-        if len(pairs[0]) != len(pairs[1]):
-            raise ShapeError("src and dst of one length", [len(x) for x in pairs], "copies")
-        for slots in pairs:
-            slabs["k"].check_slots(slots, 0)
         for kind in KINDS:
             slabs[kind].copy_tokens(*pairs)
 
@@ -276,8 +267,6 @@ class CpuStorage:
         if moves.ndim != 2 or moves.shape[1] != 2:
             raise ShapeError("[n, 2]", list(moves.shape), "moves")
         src, dst = as_ids(moves[:, 0], "src"), as_ids(moves[:, 1], "dst")
-        for ids in (src, dst):
-            slabs["k"].check_ids(ids, -1)
         with self._scratch_lock:
             for kind in KINDS:
                 slabs[kind].move(src, dst, self._scratch)
