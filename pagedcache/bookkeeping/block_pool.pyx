@@ -287,21 +287,24 @@ cdef class BlockPool:
             raise_result(r)
         return b
 
+    cdef int _each(self, ids, bint freeing) except -1:
+        cdef const int32_t[::1] view = _ids(ids)
+        cdef int64_t n = view.shape[0]
+        cdef const int32_t *raw = &view[0] if n else NULL
+        cdef result_t r
+        with nogil:
+            r = free_many(self.p, raw, n) if freeing else touch_many(self.p, raw, n)
+        if r.code != OK:
+            raise_result(r)
+        return 0
+
     def free(self, ids):
         """Give back one reference of each id (an id may be named once per reference held).
 
         A block is free when its last reference goes. Raises BlockError for an id out of range,
         never allocated, freed too often, or held by sequences alone; nothing has changed then.
         """
-        a = _ids(ids)
-        cdef const int32_t[::1] view = a
-        cdef int64_t n = view.shape[0]
-        cdef const int32_t *raw = &view[0] if n else NULL
-        cdef result_t r
-        with nogil:
-            r = free_many(self.p, raw, n)
-        if r.code != OK:
-            raise_result(r)
+        self._each(ids, True)
 
     def free_one(self, block_id):
         """Give back one reference of one block; see free()."""
@@ -331,15 +334,7 @@ cdef class BlockPool:
 
         Raises BlockError for a free block that holds nothing cached; nothing has changed then.
         """
-        a = _ids(ids)
-        cdef const int32_t[::1] view = a
-        cdef int64_t n = view.shape[0]
-        cdef const int32_t *raw = &view[0] if n else NULL
-        cdef result_t r
-        with nogil:
-            r = touch_many(self.p, raw, n)
-        if r.code != OK:
-            raise_result(r)
+        self._each(ids, False)
 
     def _known(self, block_id):
         cdef int64_t b = int_argument(block_id, "block_id", -(2**31), 2**31 - 1)

@@ -271,20 +271,19 @@ cdef class Ledger(LedgerWrite):
         memcpy(&view[0, 0], r.moves, r.num_moves * 2 * sizeof(int32_t))
         self.move_mover(out)
 
-    def defragment(self):
-        """Pack used and cached-free blocks into the lowest ids -> blocks moved."""
+    cdef int64_t _pack(self, seq_t *s) except -1:
+        """Plan and carry out new ids, for one sequence or (NULL) for all. Entered on entry."""
         cdef relocation_t r
         cdef result_t a
         cdef pool_t *p = self.pool.p
         cdef int64_t moved = 0
-        enter_fast(p)
         try:
             with nogil:
-                a = plan_defragment(p, &r)
+                a = plan_defragment(p, &r) if s == NULL else plan_compact(p, s, &r)
             if a.code == OK:
                 try:
                     self._relocate(&r)
-                    p.count.defragmentations += 1
+                    p.count.defragmentations += s == NULL
                     moved = r.num_blocks
                 finally:
                     relocation_release(&r)
@@ -294,26 +293,15 @@ cdef class Ledger(LedgerWrite):
             raise_result(a)
         return moved
 
+    def defragment(self):
+        """Pack used and cached-free blocks into the lowest ids -> blocks moved."""
+        enter_fast(self.pool.p)
+        return self._pack(NULL)
+
     def compact_sequence(self, SeqState seq):
         """Bring one sequence's blocks into one run of ids, if there is room -> blocks moved."""
-        cdef relocation_t r
-        cdef result_t a
-        cdef int64_t moved = 0
-        cdef pool_t *p = self._of(seq)
-        try:
-            with nogil:
-                a = plan_compact(p, seq.s, &r)
-            if a.code == OK:
-                try:
-                    self._relocate(&r)
-                    moved = r.num_blocks
-                finally:
-                    relocation_release(&r)
-        finally:
-            leave(p)
-        if a.code != OK:
-            raise_result(a)
-        return moved
+        self._of(seq)
+        return self._pack(seq.s)
 
     def contiguity(self, SeqState seq):
         """Share of neighbouring block pairs whose ids are adjacent; 1.0 for one block or none."""

@@ -159,32 +159,28 @@ cdef void reap(pool_t *p, void *s, bint keep) noexcept nogil:
 set_reaper(reap)
 
 
-cdef bint table_reserve(seq_t *s, int64_t blocks) noexcept nogil:
-    cdef int64_t room
+cdef bint reserve(void **data, int64_t *room, int64_t need, int64_t size,
+                  int64_t least) noexcept nogil:
+    """Room for ``need`` items, growing by half so that appending stays O(1) each."""
+    cdef int64_t more
     cdef void *p
-    if blocks <= s.table_room:
+    if need <= room[0]:
         return True
-    room = max(blocks, s.table_room + s.table_room // 2, 8)
-    p = pc_grow(s.table, room, sizeof(int32_t))
+    more = max(need, room[0] + room[0] // 2, least)
+    p = pc_grow(data[0], more, size)
     if p == NULL:
         return False
-    s.table = <int32_t *> p
-    s.table_room = room
+    data[0] = p
+    room[0] = more
     return True
+
+
+cdef bint table_reserve(seq_t *s, int64_t blocks) noexcept nogil:
+    return reserve(<void **> &s.table, &s.table_room, blocks, sizeof(int32_t), 8)
 
 
 cdef bint tokens_reserve(seq_t *s, int64_t tokens) noexcept nogil:
-    cdef int64_t room
-    cdef void *p
-    if tokens <= s.token_room:
-        return True
-    room = max(tokens, s.token_room + s.token_room // 2, 64)
-    p = pc_grow(s.tokens, room, sizeof(uint32_t))
-    if p == NULL:
-        return False
-    s.tokens = <uint32_t *> p
-    s.token_room = room
-    return True
+    return reserve(<void **> &s.tokens, &s.token_room, tokens, sizeof(uint32_t), 64)
 
 
 # ---------------------------------------------------------------- lengths
