@@ -283,3 +283,39 @@ def test_copy_on_write_without_a_block_leaves_the_fork_readable():
                     pc.OutOfBlocksError, seq, twin)
         fill(cache, seq, [6])
         assert_holds(cache, seq, range(7))
+
+
+def test_an_append_that_a_truncate_overtakes_leaves_no_gap(monkeypatch):
+    # SPEC F24, F27, F34: another thread cut the sequence while the bytes moved
+    with make_cache(8, B=4) as cache:
+        seq = cache.open()
+        seq.append(0, *rows(cache.spec, 0, [1, 2, 3]))
+        store = cache._storage.store
+
+        def store_and_cut(*args):
+            store(*args)
+            seq.truncate(1)
+
+        monkeypatch.setattr(cache._storage, "store", store_and_cut)
+        seq.append(0, *rows(cache.spec, 0, [4]))
+        assert seq.written(0) == 1
+        assert_holds(cache, seq, [1])
+
+
+def test_a_hit_whose_copy_fails_is_no_hit(monkeypatch):
+    # SPEC F22, F23
+    with make_cache(8, B=4, partial_block_reuse=1) as cache:
+        with cache.open(range(8)) as first:
+            fill(cache, first, range(8))
+        seq = cache.open()
+
+        def fail(*args):
+            raise OSError("disk on fire")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache._storage, "copy_blocks", fail)
+            with pytest.raises(OSError, match="on fire"):
+                seq.allocate_for_tokens(range(8))
+        assert (seq.num_cached_tokens, seq.seq_len, seq.num_tokens, seq.num_blocks) == (0, 0, 0, 0)
+        assert seq.allocate_for_tokens(range(8)) == 7
+        whole(cache)
