@@ -194,6 +194,18 @@ def test_a_mapping_whose_block_another_sequence_took_is_refused():
         assert_holds(cache, other, [5, 6])
 
 
+def test_a_mapping_of_a_block_that_became_cached_is_refused():
+    # SPEC F28a, TRAP 3: others may hit it now
+    with make_cache(8, B=4) as cache:
+        seq = cache.open(range(4))
+        slots = seq.prepare(4)
+        cache.store(0, *rows(cache.spec, 0, range(4)), slots)
+        seq.commit(4)
+        refused(cache, lambda: cache.store(0, *rows(cache.spec, 0, range(9, 13)), slots),
+                pc.StaleMappingError, seq)
+        assert_holds(cache, seq, range(4))
+
+
 def test_block_tables():
     # SPEC F33, CASE C54
     with make_cache(16, B=4) as cache:

@@ -250,6 +250,29 @@ def test_compact_uses_the_gaps_between_others():
         whole(cache)
 
 
+def test_evictions_are_counted_in_blocks_and_tokens():
+    # SPEC F16
+    with make_cache(3, B=4) as cache:
+        with cache.open(range(12)) as seq:
+            fill(cache, seq, range(12))
+        cache.open(range(50, 58))
+        stats = cache.stats()
+        assert (stats.evicted_blocks, stats.evicted_tokens) == (2, 8)
+
+
+def test_a_block_taken_from_the_pool_keeps_its_id():
+    # SPEC F13, F19: nobody could tell its holder where it went
+    with make_cache(8, B=4) as cache:
+        gap, block = cache.open(range(4)), cache.pool.allocate_one()
+        seq = cache.open(range(10, 18))
+        gap.free()
+        assert cache.defragment() > 0
+        assert cache.pool.ref_count(block) == 1
+        assert block not in seq.block_table
+        cache.pool.free_one(block)
+        whole(cache)
+
+
 def test_truncate_gives_the_tail_back_first():
     # SPEC F14, F27: as free() does, so the tail of a prefix goes before its head
     with make_cache(3, B=4) as cache:

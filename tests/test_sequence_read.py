@@ -205,3 +205,23 @@ def test_readers_see_a_consistent_length_while_a_writer_grows():
         thread.join()
         assert not errors
         assert seen == sorted(seen)
+
+
+def test_what_was_prepared_and_given_up_is_not_read():
+    # SPEC F27, CASE C32
+    with make_cache(8, B=4) as cache:
+        seq = cache.open(range(4))
+        cache.store(0, *rows(cache.spec, 0, range(4)), seq.prepare(4))
+        assert len(seq.gather(0, 0, 4)[0]) == 4
+        seq.truncate(1)
+        with pytest.raises(pc.InvalidPositionError):
+            seq.gather(0, 0, 2)
+
+
+def test_a_writable_block_makes_nothing_before_it_readable():
+    # SPEC F21, F32
+    with make_cache(8, B=4) as cache:
+        seq_id = cache.allocate_sequence(8)
+        cache.writable_block_at(seq_id, 6)
+        with pytest.raises(pc.InvalidPositionError):
+            cache.sequence(seq_id).gather(0, 0, 7)
