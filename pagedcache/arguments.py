@@ -8,9 +8,10 @@ that does not fit is refused here with the argument's name, so that no ``Overflo
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
-from pagedcache.errors import InvalidArgumentError, shown
+from pagedcache.errors import InvalidArgumentError, InvalidPositionError, shown
 
 #: Counts above this cannot be blocks or tokens of any machine, and would overflow when added up.
 COUNT_LIMIT = 2**48
@@ -42,14 +43,23 @@ def as_count(value: Any, name: str, *, least: int = 0, most: int = COUNT_LIMIT) 
     return number
 
 
-def as_position(value: Any, name: str) -> int:
+def as_position(value: Any, name: str, end: Callable[[], int]) -> int:
     """``value`` as an int that fits 64 bits, for calls whose callee knows the valid range.
 
-    Values that no sequence can hold are cut to a number that is out of every range, so that the
-    callee's own error (with the sequence's length in it) is raised.
+    A value that no sequence can hold raises ``InvalidPositionError`` with it and ``end()``.
     """
     number = value if type(value) is int else as_integer(value, name)
-    return max(-COUNT_LIMIT, min(number, COUNT_LIMIT))
+    if not -COUNT_LIMIT <= number <= COUNT_LIMIT:
+        raise InvalidPositionError(number, end(), name)
+    return number
+
+
+def as_flag(value: Any, name: str) -> bool:
+    """The truth of ``value``; ``InvalidArgumentError`` where it has none (an array of several)."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(f"{name} must be true or false, got {_short(value)}") from None
 
 
 def as_layer(layer: Any, num_layers: int) -> int:

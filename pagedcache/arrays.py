@@ -14,7 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from pagedcache.errors import DeviceError, FormatError, InvalidArgumentError, ShapeError, shown
+from pagedcache.errors import (
+    FormatError,
+    InvalidArgumentError,
+    PagedCacheError,
+    ShapeError,
+    StorageMemoryError,
+    shown,
+)
+from pagedcache.foreign import as_ndarray
 from pagedcache.formats import FORMATS, KVFormat
 
 _ROW_NAMES = ", ".join(fmt.name for fmt in FORMATS.values() if not fmt.is_quantized)
@@ -57,13 +65,28 @@ def _as_integers(x: Any, what: str, dtype: np.dtype[Any], low: int, high: int) -
     if isinstance(x, np.ndarray):
         if type(x) is np.ndarray and x.dtype == dtype and x.ndim == 1 and x.flags.c_contiguous:
             return x
+    try:
+        return _converted(x, what, dtype, low, high)
+    except MemoryError:
+        raise StorageMemoryError(len(x) * dtype.itemsize, what) from None
+
+
+def _converted(x: Any, what: str, dtype: np.dtype[Any], low: int, high: int) -> Any:
+    if isinstance(x, np.ndarray):
         return _from_array(x, what, dtype, low, high)
     if isinstance(x, range):
         return _from_range(x, what, dtype, low, high)
     if isinstance(x, (str, bytes, bytearray)) or x is None:
         raise InvalidArgumentError(f"{what}: expected integers, got {type(x).__name__}")
     if hasattr(x, "__array_interface__") or hasattr(x, "__array__") or _has_buffer(x):
-        return _from_array(np.asarray(x), what, dtype, low, high)
+        try:
+            shared = as_ndarray(x, what)
+        except PagedCacheError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            got = f"{type(x).__name__} ({_short(str(error))})"
+            raise InvalidArgumentError(f"{what}: expected integers, got {got}") from None
+        return _from_array(shared, what, dtype, low, high)
     if isinstance(x, Sequence):
         return _from_sequence(x, what, dtype, low, high)
     raise InvalidArgumentError(
@@ -95,11 +118,13 @@ def _from_array(x: np.ndarray[Any, Any], what: str, dtype: Any, low: int, high: 
 
 
 def _from_range(x: range, what: str, dtype: Any, low: int, high: int) -> Any:
-    if len(x) == 0:
+    if not x:  # len() refuses ranges that no machine could hold
         return np.empty(0, dtype)
     if min(x[0], x[-1]) < low or max(x[0], x[-1]) > high:
         first_bad = 0 if not low <= x[0] <= high else _first_outside(x, low, high)
         raise _out_of_range(what, first_bad, x[first_bad], low, high)
+    if (x[-1] - x[0]) // x.step >= _INT64_MAX // dtype.itemsize:
+        raise InvalidArgumentError(f"{what}: a range of more values than any memory holds")
     # stop may lie outside the dtype though no value does, hence the arithmetic in int64
     return (x.start + x.step * np.arange(len(x), dtype=np.int64)).astype(dtype)
 
@@ -129,7 +154,7 @@ def _from_sequence(x: Sequence[Any], what: str, dtype: Any, low: int, high: int)
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = shown(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
@@ -178,16 +203,17 @@ def row_format(dtype: Any, what: str = "dtype") -> KVFormat:
 def as_float_array(x: Any, what: str) -> np.ndarray[Any, Any]:
     """Return ``x`` as a numpy array of float32, float16 or bfloat16 without changing a value.
 
-    Any rank, any strides, read-only or not; no copy where the memory can be shared.
+    Any rank, any strides, read-only or not; no copy where the memory can be shared. Tensors of
+    torch are taken too, those that require a gradient without it.
     Raises :class:`FormatError` naming the dtype for anything else (float64, integers, complex,
     objects, strings, ragged lists, masked arrays, the other byte order) and
     :class:`DeviceError` for memory of a GPU.
     """
     if not isinstance(x, np.ndarray):
-        if hasattr(x, "__cuda_array_interface__"):
-            raise DeviceError("memory of the CPU", "memory of a CUDA device", what)
         try:
-            x = np.asarray(x)
+            x = as_ndarray(x, what)
+        except PagedCacheError:
+            raise
         except (TypeError, ValueError, RuntimeError) as error:
             got = f"{type(x).__name__} that is no array ({_short(str(error))})"
             raise FormatError(f"an array of {_ROW_NAMES}", got, what) from None
@@ -219,8 +245,16 @@ def as_rows(
     if num_tokens is not None and rows.shape[0] != num_tokens:
         raise ShapeError(f"{num_tokens} tokens", f"{rows.shape[0]} (shape {rows.shape})", what)
     if not rows.flags.aligned:
-        rows = rows.copy()
+        rows = copied(rows, what)
     return rows.reshape(rows.shape[0], num_heads, head_dim) if flat else rows
+
+
+def copied(rows: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
+    """A copy of ``rows``; :class:`StorageMemoryError` when there is no memory for it."""
+    try:
+        return rows.copy()
+    except MemoryError:
+        raise StorageMemoryError(rows.size * rows.itemsize, f"a copy of {what}") from None
 
 
 def overlap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:

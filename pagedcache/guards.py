@@ -1,11 +1,18 @@
-"""Small guards of the façade: objects that stand in for what is gone, and refused copies."""
+"""Small guards: objects that stand in for what is gone, refused copies, memory errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from pagedcache.errors import CopyRefusedError, FormatError, FreedHandleError, PagedCacheError
+from pagedcache.errors import (
+    CopyRefusedError,
+    FormatError,
+    FreedHandleError,
+    PagedCacheError,
+    StorageMemoryError,
+)
 
 
 class Gone:
@@ -57,3 +64,14 @@ class NoCopy:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise CopyRefusedError(type(self).__name__, "pickled")
+
+
+@contextmanager
+def taking(nbytes: int, what: str) -> Iterator[None]:
+    """A block in which NumPy's or Python's own ``MemoryError`` becomes ``StorageMemoryError``."""
+    try:
+        yield
+    except MemoryError as error:
+        if isinstance(error, PagedCacheError):
+            raise
+        raise StorageMemoryError(nbytes, what) from None

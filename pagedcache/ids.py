@@ -83,8 +83,9 @@ class IdStyle:
         Never changes what another sequence sees. Raises ``InvalidPositionError`` past the room
         of the table.
         """
-        count = as_position(num_tokens, "num_tokens")
-        self._ledger.set_computed(self._find(seq_id), count)
+        state = self._find(seq_id)
+        count = as_position(num_tokens, "num_tokens", lambda: self._room(state))
+        self._ledger.set_computed(state, count)
 
     def block_at(self, seq_id: int, position: int) -> int:
         """Id of the block that holds ``position``, for reading.
@@ -92,7 +93,9 @@ class IdStyle:
         The offset inside it is ``position % block_size``. Raises ``InvalidPositionError`` past
         the room of the table.
         """
-        return int(self._find(seq_id).block_for_position(as_position(position, "position")))
+        state = self._find(seq_id)
+        place = as_position(position, "position", lambda: self._room(state))
+        return int(state.block_for_position(place))
 
     def writable_block_at(self, seq_id: int, position: int) -> int:
         """Id of the block that holds ``position``, for writing: a shared block is copied first.
@@ -100,8 +103,9 @@ class IdStyle:
         Raises ``InvalidPositionError``, or ``OutOfBlocksError`` with nothing changed when the
         copy finds no block.
         """
-        place = as_position(position, "position")
-        return int(self._ledger.make_writable(self._find(seq_id), place))
+        state = self._find(seq_id)
+        place = as_position(position, "position", lambda: self._room(state))
+        return int(self._ledger.make_writable(state, place))
 
     def sequence(self, seq_id: int) -> Sequence:
         """The handle of a live sequence."""
@@ -122,6 +126,9 @@ class IdStyle:
         number = as_integer(seq_id, "seq_id")
         self._ledger.layout_epoch  # noqa: B018 - refuses on a closed cache
         return self._handles.state(number)
+
+    def _room(self, state: Any) -> int:
+        return int(state.num_blocks) * self.spec.block_size
 
     def _own(self, state: Any) -> int:
         seq_id = int(state.serial)

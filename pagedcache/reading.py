@@ -11,7 +11,8 @@ import numpy as np
 from pagedcache.arguments import as_count, as_layer, as_position
 from pagedcache.arrays import row_format
 from pagedcache.errors import InvalidArgumentError, InvalidPositionError, PagedCacheError, shown
-from pagedcache.guards import NoCopy
+from pagedcache.foreign import as_ndarray, is_tensor
+from pagedcache.guards import NoCopy, taking
 from pagedcache.views import BlockView, PackedView, ViewList, ViewSource
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ class SequenceReading(NoCopy):
     @property
     def tokens(self) -> Array:
         """Known tokens, uint32 ``[n]``, a copy: from the start up to the first of unknown value."""
-        return self._state.tokens()
+        state = self._state
+        with taking(4 * state.num_tokens, "a copy of the tokens"):
+            return state.tokens()
 
     def written(self, layer: int) -> int:
         """Written end of one layer, in tokens."""
@@ -127,17 +130,26 @@ class SequenceReading(NoCopy):
         ``store`` refuses those that lie in shared or cached blocks; ``prepare`` gives slots for
         writing. Raises ``InvalidPositionError`` unless 0 <= start <= stop <= the table's end.
         """
-        return self._state.slot_mapping(as_position(start, "start"), as_position(stop, "stop"))
+        first, last = (as_position(x, "position", self._room) for x in (start, stop))
+        for place in (first, last):
+            if place < 0:
+                raise InvalidPositionError(place, self._room(), "positions count from 0")
+        with taking(8 * max(last - first, 0), "a slot mapping"):
+            return self._state.slot_mapping(first, last)
 
     def block_for_position(self, position: int) -> int:
         """Id of the block that holds a position; ``InvalidPositionError`` past the table."""
-        return int(self._state.block_for_position(as_position(position, "position")))
+        place = as_position(position, "position", self._room)
+        return int(self._state.block_for_position(place))
 
     def block_offset(self, position: int) -> int:
         """Offset of a position inside its block; ``InvalidPositionError`` past the table."""
-        place = as_position(position, "position")
+        place = as_position(position, "position", self._room)
         self._state.block_for_position(place)
         return place % self._cache.spec.block_size
+
+    def _room(self) -> int:
+        return self.num_blocks * self._cache.spec.block_size
 
     # ---- bytes ---------------------------------------------------------------------------
 
@@ -147,18 +159,20 @@ class SequenceReading(NoCopy):
         start: int = 0,
         stop: int | None = None,
         dtype: Any = None,
-        out: tuple[Array, Array] | None = None,
+        out: tuple[Any, Any] | None = None,
     ) -> tuple[Array, Array]:
         """K and V of positions ``start … stop - 1``, contiguous and in token order.
 
         Each ``[stop - start, num_kv_heads, head_dim]`` of ``dtype`` (float32, float16 or
         bfloat16): by default the stored dtype where K and V share a float format, else float32.
         ``stop`` defaults to the layer's written end, or the computed length where ``store`` wrote;
-        past that, only positions that ``prepare`` made writable can be read. ``out``: a pair of
-        arrays of that shape to fill, which are returned; their dtype is the default then.
+        past that, only positions that ``prepare`` made writable can be read; what was not stored
+        there yet reads as whatever the block held before. ``out``: a pair of arrays of that shape
+        (or CPU tensors of torch) to fill, which are returned; their dtype is the default then.
 
-        Raises ``InvalidPositionError``, ``ShapeError`` or ``FormatError`` (also with
-        ``storage=None``).
+        Raises ``InvalidPositionError``, ``ShapeError`` (also for an ``out`` that lies over the
+        cache's own memory), ``FormatError`` (also with ``storage=None``), ``DeviceError`` or
+        ``StorageMemoryError``.
         """
         storage, layer, start, stop, pin = self._pin(layer, start, stop)
         with pin:
@@ -166,7 +180,8 @@ class SequenceReading(NoCopy):
             k_out, v_out = _check_out(out)
             if dtype is None:
                 dtype = k_out.dtype if k_out is not None else _stored_dtype(spec)
-            return storage.gather(layer, pin.block_ids, start, stop, dtype, k_out, v_out)
+            rows = storage.gather(layer, pin.block_ids, start, stop, dtype, k_out, v_out)
+            return rows if out is None else (out[0], out[1])
 
     def views(
         self, layer: int, start: int = 0, stop: int | None = None, dtype: Any = None
@@ -200,14 +215,19 @@ class SequenceReading(NoCopy):
         ledger, storage = cache._ledger, cache._storage
         storage.nbytes  # noqa: B018 - a cache without bytes refuses here, before anything else
         layer = as_layer(layer, cache.spec.num_layers)
-        first = as_position(start, "start")
         if stop is None:
             last = int(state.written(layer))
         else:
             # Slots behind this hold whatever the block's last owner left there.
-            last, readable = as_position(stop, "stop"), int(state.readable(layer))
+            readable = int(state.readable(layer))
+            last = as_position(stop, "stop", lambda: readable)
             if last > readable:
                 raise InvalidPositionError(last, readable, "only what was written can be read")
+            if last < 0:
+                raise InvalidPositionError(last, readable, "stop")
+        first = as_position(start, "start", lambda: last)
+        if not 0 <= first <= last:
+            raise InvalidPositionError(first, last, "start")
         return storage, layer, first, last, ledger.pin_range(state, first, last)
 
     def __repr__(self) -> str:
@@ -267,7 +287,19 @@ def _check_out(out: Any) -> tuple[Array | None, Array | None]:
         return None, None
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise InvalidArgumentError("out must be a pair of arrays (k, v)")
-    for array, name in zip(out, ("k", "v"), strict=True):
-        if not isinstance(array, np.ndarray):
-            raise InvalidArgumentError(f"out: {name} is {type(array).__name__}, not a NumPy array")
-    return out[0], out[1]
+    return _filled(out[0], "k"), _filled(out[1], "v")
+
+
+def _filled(array: Any, name: str) -> Array:
+    """An array over the memory that is to be filled."""
+    if isinstance(array, np.ndarray):
+        return array
+    if is_tensor(array) or hasattr(array, "__cuda_array_interface__"):
+        try:
+            return as_ndarray(array, f"out: {name}", written=True)
+        except PagedCacheError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = f"cannot be shared with NumPy ({shown(str(error))})"
+            raise InvalidArgumentError(f"out: {name} {reason}") from None
+    raise InvalidArgumentError(f"out: {name} is {type(array).__name__}, not a NumPy array")

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pagedcache.arguments import as_count, as_layer, as_position
+from pagedcache.arguments import as_count, as_flag, as_layer, as_position
 from pagedcache.arrays import as_tokens
-from pagedcache.errors import FreedHandleError, InvalidArgumentError
+from pagedcache.errors import FreedHandleError, InvalidArgumentError, InvalidPositionError
 from pagedcache.reading import AppendedViews, SequenceReading
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Sequence(SequenceReading):
             state,
             as_tokens(tokens),
             allocate_upto=-1 if allocate_upto is None else as_count(allocate_upto, "allocate_upto"),
-            resumed=bool(resumed),
+            resumed=as_flag(resumed, "resumed"),
         )
         return int(state.num_cached_tokens)
 
@@ -105,9 +105,10 @@ class Sequence(SequenceReading):
         Raises ``InvalidPositionError`` when ``start_pos`` lies past the layer's written end (a
         gap would hold bytes nobody wrote).
         """
-        start = as_position(start_pos, "start_pos")
-        # -1 asks the ledger for the written end; a caller's negative number is out of range.
-        return self._write(layer, k, v, start if start >= 0 else -2, on_nonfinite)
+        start = as_position(start_pos, "start_pos", lambda: self.written(layer))
+        if start < 0:  # to the ledger, -1 would mean the written end
+            raise InvalidPositionError(start, self.written(layer), "start_pos")
+        return self._write(layer, k, v, start, on_nonfinite)
 
     def _write(
         self, layer: Any, k: Any, v: Any, start: int, on_nonfinite: str | None
@@ -159,7 +160,8 @@ class Sequence(SequenceReading):
         What cached blocks promise stays true: a later write copies first. Raises
         ``InvalidPositionError`` unless ``0 <= length <= num_tokens``.
         """
-        self._cache._ledger.truncate(self._state, as_position(length, "length"))
+        count = as_position(length, "length", lambda: self.num_tokens)
+        self._cache._ledger.truncate(self._state, count)
 
     # ---- life ----------------------------------------------------------------------------
 
@@ -177,7 +179,10 @@ class Sequence(SequenceReading):
         Cached blocks stay matchable until their storage is needed. Views keep their blocks.
         """
         if not self._state.freed:
-            self._cache._ledger.free(self._state)
+            try:
+                self._cache._ledger.free(self._state)
+            except FreedHandleError:
+                return  # close() came first, in another thread: it frees every sequence
             self._cache._handles.forget(self.seq_id, self.request_id)
 
     def __enter__(self) -> Sequence:
@@ -194,16 +199,26 @@ def states_of(seqs: Any) -> list[Any]:
 
     Whether they belong to the cache at hand is the ledger's to check.
     """
+    if not isinstance(seqs, (list, tuple)):
+        seqs = _listed(seqs)
     try:
         return [seq._state for seq in seqs]
-    except (AttributeError, TypeError):
+    except AttributeError:
         pass
+    for seq in seqs:
+        if not isinstance(seq, Sequence):
+            kind = type(seq).__name__
+            raise InvalidArgumentError(f"expected a list of sequences of this cache, got {kind}")
+    raise InvalidArgumentError("a Sequence is made by cache.open() or seq.fork(), not by itself")
+
+
+def _listed(seqs: Any) -> list[Any]:
     if isinstance(seqs, Sequence):
         raise InvalidArgumentError("expected a list of sequences, got one Sequence")
     try:
-        wrong = next(seq for seq in seqs if not isinstance(seq, Sequence))
-    except (TypeError, StopIteration):
-        wrong = seqs
-    raise InvalidArgumentError(
-        f"expected a list of sequences of this cache, got {type(wrong).__name__}"
-    )
+        return list(seqs)
+    except TypeError:
+        kind = type(seqs).__name__
+        raise InvalidArgumentError(
+            f"expected a list of sequences of this cache, got {kind}"
+        ) from None

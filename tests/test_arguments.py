@@ -1,11 +1,25 @@
 """Numbers at the public door: what is an integer, what is refused, never an OverflowError."""
 
+import pickle
+
 import numpy as np
 import pytest
 from cachekit import make_cache, refused, rows
 
-from pagedcache.arguments import COUNT_LIMIT, as_count, as_integer, as_layer, as_position
-from pagedcache.errors import InvalidArgumentError, OutOfBlocksError, PagedCacheError
+from pagedcache.arguments import (
+    COUNT_LIMIT,
+    as_count,
+    as_flag,
+    as_integer,
+    as_layer,
+    as_position,
+)
+from pagedcache.errors import (
+    InvalidArgumentError,
+    InvalidPositionError,
+    OutOfBlocksError,
+    PagedCacheError,
+)
 
 NOT_INTEGERS = [True, False, np.bool_(True), 1.0, np.float32(2), "3", b"3", None, [1], 1j]
 
@@ -18,7 +32,9 @@ def test_integers_of_any_kind(value):
 
 
 @pytest.mark.parametrize("value", NOT_INTEGERS, ids=repr)
-@pytest.mark.parametrize("check", [as_integer, as_count, as_position])
+@pytest.mark.parametrize(
+    "check", [as_integer, as_count, lambda value, name: as_position(value, name, int)]
+)
 def test_others_are_refused_by_name(value, check):
     with pytest.raises(InvalidArgumentError, match="num_things must be"):
         check(value, "num_things")
@@ -38,11 +54,21 @@ def test_bounds_are_inclusive():
         as_count(5, "n", least=3, most=4)
 
 
-def test_positions_are_cut_to_what_no_sequence_holds():
-    assert as_position(-5, "p") == -5
-    assert as_position(7, "p") == 7
-    assert as_position(10**5000, "p") == COUNT_LIMIT
-    assert as_position(-(10**5000), "p") == -COUNT_LIMIT
+def test_positions_that_no_sequence_holds_are_refused_with_their_own_number():
+    for value in (-5, 7, COUNT_LIMIT, -COUNT_LIMIT):
+        assert as_position(value, "p", lambda: 3) == value
+    for value in (10**30, 10**5000, -(10**5000), COUNT_LIMIT + 1):
+        with pytest.raises(InvalidPositionError) as caught:
+            as_position(value, "p", lambda: 3)
+        assert (caught.value.position, caught.value.length) == (value, 3)
+        assert str(caught.value).endswith("is outside 0…3: p")
+        assert pickle.loads(pickle.dumps(caught.value)).position == value
+
+
+def test_flags():
+    assert as_flag(1, "f") is True and as_flag(None, "f") is False
+    with pytest.raises(InvalidArgumentError, match="f must be true or false"):
+        as_flag(np.zeros(2), "f")
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 2**70, 0.0, None, True])

@@ -278,3 +278,12 @@ def test_overlap() -> None:
     assert not arrays.overlap(both[:, 0], both[:, 1])
     assert arrays.overlap(both[:, 0], both[3:4, 0])
     assert not arrays.overlap(both, np.zeros(8, np.float32))
+
+
+def test_ranges_that_no_memory_holds() -> None:
+    for huge in (range(10**30), range(0, -(10**30), -1), range(2**64)):
+        with pytest.raises(InvalidArgumentError, match="outside"):
+            as_tokens(huge)
+    with pytest.raises(InvalidArgumentError, match="more values than any memory"):
+        as_slots(range(-(2**63), 2**63))
+    assert as_tokens(range(10**30, 0)).tolist() == []

@@ -22,6 +22,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("plain values", {"arguments", "guards", "sizes", "stats"}),
     ("native", {"_native"}),
     ("formats", {"formats"}),
+    ("array exchange", {"foreign"}),
     ("values", {"arithmetic", "arrays", "hashing", "placement", "prefix_hasher", "spec"}),
     ("bodies", {"bookkeeping", "prefix_cache", "storage"}),
     (

@@ -230,3 +230,29 @@ def test_padding_of_adopted_blocks_is_not_touched() -> None:
     for kind in KINDS:
         assert (raw_slab(storage, 0, kind)[:, 36:] == 0xAA).all()
         assert (raw_slab(storage, 0, kind)[:, :32] == 127).all()
+
+
+# SPEC F33: reading must not write over what is stored.
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_out_over_the_slabs_is_refused(layout: str) -> None:
+    spec = CacheSpec(2, 1, 8, 4, kv_format="float32", layout=layout)
+    arena = np.zeros((4, 5, *spec.k_block_shape), np.float32)  # the fifth part is nobody's
+    slabs = [arena[:, i] for i in range(4)]
+    storage = CpuStorage(spec, 4, (slabs[:2], slabs[2:]))
+    rows = np.random.default_rng(1).standard_normal((16, 1, 8)).astype(np.float32)
+    for layer in range(2):
+        ready = storage.check_rows(layer, rows, -rows, 16)
+        storage.store(layer, *ready, np.arange(16))
+    before = arena.copy()
+    apart = np.empty((4, 1, 8), np.float32)
+    for part in range(4):  # of either layer, K or V: none may be written
+        over = arena[1, part].reshape(4, 1, 8)
+        for pair in ((over, apart), (apart, over)):
+            with pytest.raises(ShapeError, match="apart from the slabs"):
+                storage.gather(0, np.array([0], np.int32), 0, 4, None, *pair)
+    assert np.array_equal(arena, before)
+    # Memory between the blocks of the same tensor is the caller's.
+    free = arena[1, 4].reshape(4, 1, 8)
+    storage.gather(0, np.array([2], np.int32), 8, 12, None, free, apart)
+    assert np.array_equal(free, rows[8:12]) and np.array_equal(apart, -rows[8:12])
+    assert np.array_equal(arena[:, :4], before[:, :4])

@@ -19,7 +19,7 @@ import numpy as np
 
 from pagedcache._native.rows import Slabs, find_nonfinite
 from pagedcache.arguments import as_count, as_integer, as_layer
-from pagedcache.arrays import as_ids, as_rows, as_slots, overlap, row_format
+from pagedcache.arrays import as_ids, as_rows, as_slots, copied, overlap, row_format
 from pagedcache.errors import (
     FormatError,
     FreedHandleError,
@@ -28,6 +28,7 @@ from pagedcache.errors import (
     NonFiniteError,
     ShapeError,
     StorageMemoryError,
+    shown,
 )
 from pagedcache.formats import NONFINITE_POLICIES, KVFormat, get_policy
 from pagedcache.spec import LAYOUTS, CacheSpec
@@ -179,6 +180,10 @@ class CpuStorage:
         ]
         if overlap(*outs):
             raise ShapeError("out_k and out_v that share no memory", "overlapping arrays", "out")
+        if self.adopted:  # nobody has a writable array over slabs made here
+            for given, name in ((out_k, "out_k"), (out_v, "out_v")):
+                if given is not None and slab_memory.covers(self._arrays or {}, given):
+                    raise ShapeError("memory apart from the slabs", "an array over them", name)
         for kind, out in zip(KINDS, outs, strict=True):
             slabs[kind].load(layer, ids, first, _bits(out), fmt.code)
         return outs[0], outs[1]
@@ -281,9 +286,9 @@ class CpuStorage:
 
     def _kind(self, kind: str) -> Kind:
         for known in KINDS:
-            if kind == known:
+            if isinstance(kind, str) and kind == known:
                 return known
-        raise InvalidArgumentError(f'kind: expected "k" or "v", got {kind!r}')
+        raise InvalidArgumentError(f'kind: expected "k" or "v", got {shown(kind)}')
 
     def _policy(self, on_nonfinite: str | None) -> int:
         return get_policy(self.spec.on_nonfinite if on_nonfinite is None else on_nonfinite)
@@ -294,7 +299,7 @@ class CpuStorage:
             return rows  # owns its memory, and the slabs are ours
         arrays = self._arrays or {}
         inside = any(np.may_share_memory(rows, slabs[layer]) for slabs in arrays.values())
-        return rows.copy() if inside else rows
+        return copied(rows, "rows that lie in the slabs") if inside else rows
 
     def _range(self, start: int, stop: int) -> tuple[int, int]:
         start, stop = as_integer(start, "start"), as_integer(stop, "stop")

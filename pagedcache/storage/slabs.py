@@ -16,12 +16,13 @@ import numpy as np
 
 from pagedcache.arrays import overlap
 from pagedcache.errors import (
-    DeviceError,
     FormatError,
     InvalidArgumentError,
+    PagedCacheError,
     ShapeError,
     StorageMemoryError,
 )
+from pagedcache.foreign import as_ndarray
 from pagedcache.spec import CacheSpec
 
 Array = np.ndarray[Any, Any]
@@ -95,12 +96,12 @@ def adopt(spec: CacheSpec, num_blocks: int, slabs: Any) -> dict[Kind, list[Array
 
 
 def _checked(spec: CacheSpec, kind: Kind, num_blocks: int, x: Any, what: str) -> Array:
-    if hasattr(x, "__cuda_array_interface__"):
-        raise DeviceError("memory of the CPU", "memory of a CUDA device", what)
     if isinstance(x, (list, tuple, str, bytes)) or np.isscalar(x) or x is None:
         raise FormatError("an array whose memory can be shared", type(x).__name__, what)
     try:
-        slab = np.asarray(x)
+        slab = as_ndarray(x, what, written=True)
+    except PagedCacheError:
+        raise
     except (TypeError, ValueError, RuntimeError):
         raise FormatError("an array whose memory can be shared", type(x).__name__, what) from None
     block_shape, dtype = _block(spec, kind)
@@ -139,6 +140,11 @@ def _refuse_overlap(slabs: dict[Kind, list[Array]]) -> None:
             if overlap(slab, other):
                 got = f"{other_name} over {name}"
                 raise ShapeError("slabs that share no memory", got, "storage")
+
+
+def covers(slabs: dict[Kind, list[Array]], out: Array) -> bool:
+    """Whether ``out`` shares a byte with any of the slabs."""
+    return any(overlap(out, slab) for kind in KINDS for slab in slabs[kind])
 
 
 def raw(slab: Array) -> Array:
