@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pagedcache.arguments import as_count
+from pagedcache.arguments import as_count, as_flag
 from pagedcache.arrays import as_tokens
 from pagedcache.batches import BatchPaths
 from pagedcache.bookkeeping import Ledger
-from pagedcache.errors import FormatError, InvalidArgumentError, PagedCacheError
+from pagedcache.errors import FormatError, InvalidArgumentError, PagedCacheError, shown
 from pagedcache.guards import NO_STORAGE, Gone, NoCopy, freed
 from pagedcache.handles import Handles
 from pagedcache.hashing import encode_root, validate_extra_keys
@@ -30,6 +30,8 @@ from pagedcache.sizes import format_size
 from pagedcache.spec import CacheSpec
 from pagedcache.storage import CpuStorage
 from pagedcache.upkeep import Upkeep
+
+_NO_KEYS: Any = ()  # the default of extra_keys
 
 
 class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
@@ -45,8 +47,10 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
     ``None`` keeps ids, tables and prefixes only, for engines that own their tensors (see
     ``take_block_copies``); ``(k_slabs, v_slabs)`` adopts the caller's arrays, one per layer.
 
-    ``partial_block_reuse``: least number of tokens of a partly matching block worth copying, 0
-    for whole blocks only; by default a quarter of a block. ``eviction``: ``"lru"``.
+    ``partial_block_reuse``: least number of tokens of a partly matching block worth copying, at
+    most ``block_size``; by default a quarter of a block. 0 takes whole blocks only. Even then the
+    last block of a prompt that is cached in full is copied, less its last token, so that this
+    one token is all that is left to compute. ``eviction``: ``"lru"``.
 
     Thread-safe: any mix of calls on different handles; readers beside the one writer of a handle.
     A context manager: leaving the block closes it. It cannot be copied or pickled, and belongs to
@@ -101,7 +105,7 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
             return None
         if isinstance(storage, str):
             if storage != "own":
-                raise FormatError('"own", None or (k_slabs, v_slabs)', repr(storage), "storage")
+                raise FormatError('"own", None or (k_slabs, v_slabs)', shown(storage), "storage")
             _announce(self.spec.storage_nbytes(self.num_blocks), self.num_blocks)
             return CpuStorage(self.spec, self.num_blocks)
         if not isinstance(storage, (tuple, list)) or len(storage) != 2:
@@ -150,7 +154,7 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
         tokens: Any = (),
         salt: bytes | str | None = b"",
         *,
-        extra_keys: Any = (),
+        extra_keys: Any = _NO_KEYS,
         adapter: bytes | str | None = None,
         request_id: Any = None,
         resumed: bool = False,
@@ -173,11 +177,12 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
         """
         checked = as_tokens(tokens)
         root = encode_root(salt, adapter)
-        extras = validate_extra_keys(extra_keys) if extra_keys != () else []
+        extras = [] if extra_keys is _NO_KEYS else validate_extra_keys(extra_keys)
+        flag = as_flag(resumed, "resumed")
         upto = -1 if allocate_upto is None else as_count(allocate_upto, "allocate_upto")
         return self._admit(
             lambda ledger: ledger.open(
-                checked, root, extras, allocate_upto=upto, resumed=bool(resumed)
+                checked, root, extras, allocate_upto=upto, resumed=flag
             ),
             request_id,
         )
@@ -287,11 +292,12 @@ class _Movers:
 
 
 def _check_policies(spec: CacheSpec, partial_block_reuse: Any, eviction: Any) -> int:
-    if eviction != "lru":
-        raise InvalidArgumentError(f'eviction must be "lru", the only policy, got {eviction!r}')
+    if not isinstance(eviction, str) or eviction != "lru":
+        text = f'eviction must be "lru", the only policy, got {shown(eviction)}'
+        raise InvalidArgumentError(text)
     if partial_block_reuse is None:
         return max(1, spec.block_size // 4)
-    return as_count(partial_block_reuse, "partial_block_reuse")
+    return as_count(partial_block_reuse, "partial_block_reuse", most=spec.block_size)
 
 
 def _announce(nbytes: int, num_blocks: int) -> None:

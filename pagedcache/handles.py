@@ -99,14 +99,23 @@ class Handles:
         """Ids of the live sequences, ascending."""
         with self._lock:
             found = set(self._owned)
-            found.update(i for i, seq in list(self._by_id.items()) if not seq.freed)
+            found.update(seq.seq_id for seq in self._alive() if not seq.freed)
         return sorted(found)
+
+    def _alive(self) -> list[SequenceReading]:
+        """The handles that exist; safe from finalizers that open or free while it is made.
+
+        Collection may start at any allocation, in this thread, inside the lock: so nothing may
+        run over a dictionary while objects are made. One copy of its values comes first.
+        """
+        references = self._by_id.valuerefs()
+        return [seq for seq in (reference() for reference in references) if seq is not None]
 
     def close(self) -> list[Any]:
         """Refuse new handles and return the states of all live ones."""
         with self._lock:
             self._closed = True
-            states = {seq.seq_id: seq._state for seq in list(self._by_id.values())}
+            states = {seq.seq_id: seq._state for seq in self._alive()}
             states.update(self._owned)
             self._owned.clear()
         return list(states.values())

@@ -30,7 +30,8 @@ from typing import Any, SupportsIndex
 from pagedcache._native.hashing import fnv1a64
 from pagedcache.arguments import as_count
 from pagedcache.arrays import as_tokens
-from pagedcache.errors import InvalidArgumentError
+from pagedcache.errors import InvalidArgumentError, shown
+from pagedcache.guards import taking
 
 ExtraKey = tuple[int, int, bytes]
 
@@ -78,7 +79,7 @@ def compute_block_hash(
         parent = compute_root_key(salt, adapter)
     elif not isinstance(parent, bytes) or len(parent) != KEY_NBYTES:
         raise InvalidArgumentError(
-            f"parent must be None or the {KEY_NBYTES} bytes of a block hash, got {parent!r:.80}"
+            f"parent must be None or the {KEY_NBYTES} bytes of a block hash, got {shown(parent)}"
         )
     return _sha256(parent + array.astype("<u4", copy=False).tobytes() + _as_bytes(extra, "extra"))
 
@@ -97,15 +98,17 @@ def compute_block_hashes(
     ``InvalidArgumentError`` for a block size below 1 and for what the fields do not accept.
     """
     size = as_count(block_size, "block_size", least=1)
-    data = memoryview(as_tokens(tokens).astype("<u4", copy=False).tobytes())
-    num_blocks = len(data) // (4 * size)
-    extras = _extra_by_block(validate_extra_keys(extra_keys), size, num_blocks)
+    array = as_tokens(tokens)
+    num_blocks = len(array) // size
     key = compute_root_key(salt, adapter)
     keys = []
-    for i in range(num_blocks):
-        block = data[4 * size * i : 4 * size * (i + 1)]
-        key = _sha256(key, block, extras.get(i, b""))
-        keys.append(key)
+    with taking(array.nbytes + 100 * num_blocks, f"the keys of {num_blocks:,} blocks"):
+        data = array.astype("<u4", copy=False).view("u1").data
+        extras = _extra_by_block(validate_extra_keys(extra_keys), size, num_blocks)
+        for i in range(num_blocks):
+            block = data[4 * size * i : 4 * size * (i + 1)]
+            key = _sha256(key, block, extras.get(i, b""))
+            keys.append(key)
     return keys
 
 
@@ -174,7 +177,7 @@ def _extra_key(item: Any, name: str) -> ExtraKey:
         start, stop, key = item
     except (TypeError, ValueError):
         raise InvalidArgumentError(
-            f"{name} must be (start, stop, bytes), got {item!r:.80}"
+            f"{name} must be (start, stop, bytes), got {shown(item)}"
         ) from None
     first = as_count(start, f"{name} start")
     last = as_count(stop, f"{name} stop", least=first + 1)

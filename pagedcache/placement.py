@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedcache.arguments import as_count, as_layer
-from pagedcache.errors import CudaUnavailableError, DeviceError, InvalidArgumentError
+from pagedcache.errors import CudaUnavailableError, DeviceError, InvalidArgumentError, shown
 from pagedcache.sizes import format_size, parse_size
 from pagedcache.spec import CacheSpec
 
@@ -71,7 +71,7 @@ def _check_device(name: Any) -> str:
                 f"this build of pagedcache has no CUDA support yet, so {name!r} cannot be used; "
                 'use device="cpu"'
             )
-    raise DeviceError('"cpu"', repr(name), "device")
+    raise DeviceError('"cpu"', shown(name), "device")
 
 
 def resolve_num_blocks(

@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 from typing import SupportsIndex
 
-from pagedcache.errors import InvalidArgumentError
+from pagedcache.errors import InvalidArgumentError, shown
 
 _LETTERS = "KMGTPE"
 _UNITS = {"": 1, "b": 1}
@@ -78,5 +78,4 @@ def _parse_text(text: str) -> int:
 def _short(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 256:
         return f"of {value.bit_length()} bits"  # repr of a huge int is slow or refused
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shown(value)

@@ -11,7 +11,7 @@ from typing import Any, Literal, SupportsIndex
 
 from pagedcache._native.arithmetic import block_geometry
 from pagedcache.arguments import as_count
-from pagedcache.errors import InvalidArgumentError
+from pagedcache.errors import InvalidArgumentError, shown
 from pagedcache.formats import KVFormat, get_format, get_policy
 from pagedcache.sizes import parse_size
 
@@ -71,7 +71,7 @@ class CacheSpec:
             raise InvalidArgumentError("give kv_format, or k_format and v_format, not all three")
         both = "float16" if kv_format is None else kv_format
         if not isinstance(layout, str) or layout not in LAYOUTS:
-            raise InvalidArgumentError(f"layout must be 'HND' or 'NHD', got {repr(layout)[:80]}")
+            raise InvalidArgumentError(f"layout must be 'HND' or 'NHD', got {shown(layout)}")
         get_policy(on_nonfinite)
         if max_seq_len is not None:
             max_seq_len = as_count(max_seq_len, "max_seq_len", least=1)
@@ -97,7 +97,7 @@ class CacheSpec:
         try:
             return self._nbytes[kind]
         except (KeyError, TypeError):
-            raise InvalidArgumentError(f"kind must be 'k' or 'v', got {kind!r}") from None
+            raise InvalidArgumentError(f"kind must be 'k' or 'v', got {shown(kind)}") from None
 
     @property
     def block_nbytes(self) -> int:

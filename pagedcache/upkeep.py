@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pagedcache.errors import CorruptionError, InvalidArgumentError
+from pagedcache.errors import CorruptionError, InvalidArgumentError, shown
 from pagedcache.guards import NO_STORAGE
 from pagedcache.sequence import Sequence, states_of
 from pagedcache.stats import Fragmentation, Stats
@@ -91,7 +91,7 @@ class Upkeep:
     def should_defragment(self, threshold: float = 0.3) -> bool:
         """Whether ``defragment()`` is worth its copies; the rule is ``Fragmentation``'s."""
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
-            raise InvalidArgumentError(f"threshold must be a number, got {threshold!r}")
+            raise InvalidArgumentError(f"threshold must be a number, got {shown(threshold)}")
         return self.fragmentation().should_defragment(threshold)
 
     def defragment(self) -> int:

@@ -282,7 +282,7 @@ class ViewList(NoCopy, SequenceABC[_View]):
         """Let go of all blocks now, those of the views taken from the list too; idempotent."""
         pin, self._pin = self._pin, None
         views, self._views = self._views, {}
-        for view in views.values():
+        for view in list(views.values()):  # another thread may be taking one right now
             view.release()
         if pin is not None:
             pin.release()

@@ -187,6 +187,9 @@ def test_policies():
     for bad in (-1, 1.0, True, 2**80):
         with pytest.raises(pc.InvalidArgumentError, match="partial_block_reuse"):
             pc.PagedKVCache(spec(), num_blocks=2, partial_block_reuse=bad)
+    for bad in (5, 17):  # no block has so many tokens: it would never be reached
+        with pytest.raises(pc.InvalidArgumentError, match="partial_block_reuse must be 0…4"):
+            make_cache(2, B=4, partial_block_reuse=bad)
     with pytest.raises(pc.InvalidArgumentError, match="spec must be a CacheSpec"):
         pc.PagedKVCache({"num_layers": 2}, num_blocks=2)
 
@@ -198,6 +201,12 @@ def test_partial_reuse_defaults_to_a_quarter_block():
             with cache.open(range(8)) as seq:
                 fill(cache, seq, range(8))
             assert cache.probe([0, 1, 2, 3, 4, 5, 90, 91]) == hit, option
+    # 0 still leaves one token to compute of a prompt that is cached in full.
+    for option, hit in ((0, 7), (4, 7)):
+        with make_cache(8, B=4, partial_block_reuse=option) as cache:
+            with cache.open(range(8)) as seq:
+                fill(cache, seq, range(8))
+            assert cache.probe(range(8)) == hit, option
     with make_cache(8, B=16) as cache:  # a quarter of 16: three matching tokens are too few
         with cache.open(range(16)) as seq:
             fill(cache, seq, range(16))
