@@ -54,7 +54,8 @@ class OutOfBlocksError(PagedCacheError, MemoryError):
 
     ``needed``: blocks to take beyond prefix hits. ``available``: free and cached-free blocks
     less this request's own hits. ``total``: blocks in the pool. ``fits_never`` is true when
-    the request is larger than the whole pool, so that waiting cannot help.
+    the request is larger than the whole pool, so that waiting cannot help; a prompt of which
+    that is true is counted without its hits.
     """
 
     def __init__(self, needed: int, available: int, total: int) -> None:

@@ -85,6 +85,8 @@ cdef result_t plan_open(pool_t *p, const uint32_t *tokens, int64_t n, identity_t
         m.total = max(blocks_for(upto, B), m.num_hits)
         m.fresh = m.total - m.num_hits
     m.cached_tokens = m.num_hits * B + m.rows
+    if m.total > p.num_blocks:        # never, with or without hits: say it without them
+        return answer(E_BLOCKS, m.total, num_free(p), p.num_blocks)
     if m.fresh > m.available:
         return answer(E_BLOCKS, m.fresh, m.available, p.num_blocks)
     return answer(OK)

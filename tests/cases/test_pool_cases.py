@@ -191,9 +191,8 @@ def test_a_refused_open_leaves_its_hits_matchable():
         OutOfBlocksError,
         prompts=[[*prompt, 1], longer],
     )
-    # counted with its two hits (needs 2, has 1) or cold (needs 4, has 3): one is missing
-    assert e.needed - e.available == 1
-    assert e.total == 3
+    # it can never fit, so it is counted without its hits (CASE C10)
+    assert (e.needed, e.available, e.total, e.fits_never) == (4, 3, 3, True)
     assert cache.probe([*prompt, 1]) == 8
     with cache.open([*prompt, 1]) as seq:
         assert seq.num_cached_tokens == 8
