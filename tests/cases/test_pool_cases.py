@@ -278,7 +278,7 @@ def test_blocks_needed_is_what_is_then_taken():
     kinds: set[str] = set()
     for round_number in range(by_profile(150, 600)):
         B = rng.randint(1, 4)
-        cache = make_cache(64, B=B, partial_block_reuse=rng.choice([0, 1, 2]))
+        cache = make_cache(64, B=B, partial_block_reuse=min(B, rng.choice([0, 1, 2])))
         live: list[pc.Sequence] = []
         for step in range(8):
             n = rng.randint(0, 4 * B)

@@ -79,6 +79,7 @@ class CacheMachine(HitModel, RuleBasedStateMachine):
             v_format=v_format,
             layout=layout,
         )
+        partial = min(partial, block_size)
         self.cache = pc.PagedKVCache(spec, num_blocks, partial_block_reuse=partial)
         self.B, self.layers, self.partial, self.total = block_size, layers, partial, num_blocks
         self.k, self.v, self.k_read, self.v_read = tables(*fmt)

@@ -60,7 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, kv_format="float32"
         )
         self.cache = pc.PagedKVCache(
-            spec, num_blocks, storage=None, partial_block_reuse=partial
+            spec, num_blocks, storage=None, partial_block_reuse=min(partial, block_size)
         )
         self.B, self.total = block_size, num_blocks
         self.memory = np.zeros((num_blocks, block_size), np.int64)
