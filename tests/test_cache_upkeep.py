@@ -273,6 +273,14 @@ def test_a_block_taken_from_the_pool_keeps_its_id():
         whole(cache)
 
 
+def test_empty_blocks_are_not_wasted():
+    # SPEC F18: only part-filled blocks waste slots
+    with make_cache(8, B=4) as cache:
+        cache.allocate_sequence(8)
+        shape = cache.fragmentation()
+        assert (shape.used_blocks, shape.wasted_slots, shape.mean_tokens_per_block) == (2, 0, 0.0)
+
+
 def test_truncate_gives_the_tail_back_first():
     # SPEC F14, F27: as free() does, so the tail of a prefix goes before its head
     with make_cache(3, B=4) as cache:

@@ -225,3 +225,15 @@ def test_a_writable_block_makes_nothing_before_it_readable():
         cache.writable_block_at(seq_id, 6)
         with pytest.raises(pc.InvalidPositionError):
             cache.sequence(seq_id).gather(0, 0, 7)
+
+
+def test_cached_tokens_go_with_a_fork_and_a_truncate():
+    # SPEC F22 F27 F28
+    with make_cache(8, B=4) as cache:
+        with cache.open(range(9)) as first:
+            fill(cache, first, range(9))
+        seq = cache.open(range(9))
+        child = seq.fork()
+        assert (seq.num_cached_tokens, child.num_cached_tokens) == (8, 8)
+        child.truncate(5)
+        assert (seq.num_cached_tokens, child.num_cached_tokens) == (8, 5)

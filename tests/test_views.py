@@ -262,6 +262,49 @@ def test_a_viewed_block_is_not_found_behind_another_prefix():
         empty(cache)
 
 
+def test_a_view_keeps_its_values_when_the_other_holder_is_left():
+    # SPEC F30, CASE C67: the child never held the tokens that the parent's view shows
+    with make_cache(4, B=4) as cache:
+        parent = cache.open()
+        parent.append(0, *rows(cache.spec, 0, [1, 2, 3]))
+        child = parent.fork()
+        child.truncate(1)
+        with parent.views(0) as views:
+            k = views[0].k
+            parent.free()
+            child.append(0, *rows(cache.spec, 0, [8, 9]))
+            np.testing.assert_array_equal(
+                k, expected(cache.spec, 0, [1, 2, 3])[0].transpose(1, 0, 2)
+            )
+        np.testing.assert_array_equal(child.gather(0)[0], expected(cache.spec, 0, [1, 8, 9])[0])
+        whole(cache)
+
+
+def test_a_view_keeps_its_values_when_a_step_writes_again():
+    # SPEC F28a F30, CASE C67: appended, viewed, and then prepared for store
+    with make_cache(4, B=4) as cache:
+        seq = cache.open()
+        seq.append(0, *rows(cache.spec, 0, [1, 2, 3]))
+        with seq.views(0) as views:
+            k = views[0].k
+            cache.store(0, *rows(cache.spec, 0, [4, 5, 6]), seq.prepare(3))
+            np.testing.assert_array_equal(
+                k, expected(cache.spec, 0, [1, 2, 3])[0].transpose(1, 0, 2)
+            )
+        np.testing.assert_array_equal(seq.gather(0)[0], expected(cache.spec, 0, [4, 5, 6])[0])
+
+
+def test_a_block_viewed_longer_than_its_parent_goes_first():
+    # SPEC F14 F30: the tail of a prefix before its head, also where a view held the tail
+    with make_cache(2, B=4) as cache:
+        with cache.open(range(8)) as seq:
+            fill(cache, seq, range(8))
+            views = seq.views(0, 4, 8)
+        views.release()
+        cache.open([99])
+        assert cache.probe(range(9)) == 4
+
+
 def test_a_pinned_block_is_not_moved():
     # SPEC F19, F30
     with make_cache(8, B=4) as cache:
