@@ -86,12 +86,19 @@ def test_csv_and_md(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     "argv",
     [["nonsense"], ["store", "--format", "q5"], ["--sizes", "1KiB"], ["--sizes", "2G"],
-     ["--runs", "6"]],
+     ["--runs", "6"], ["convert", "--sizes", "9999TiB"], ["quantize", "--sizes", "4KiB,7EiB"],
+     ["--sizes", "9223372036854775807"], ["quantize", "--format", "float32"],
+     ["store", "quantize", "--format", "float16", "--format", "bfloat16"]],
 )
 def test_usage(capsys: Capture, argv: list[str]) -> None:
     done = run(capsys, "bench", *argv)
     assert (done.code, done.out) == (2, "")
-    assert done.err
+    assert done.err.startswith(("pagedcache bench: ", "usage: ")) and "Traceback" not in done.err
+
+
+def test_formats_that_are_not_quantised_say_which_are(capsys: Capture) -> None:
+    done = run(capsys, "bench", "quantize", "--format", "float32")
+    assert done.err == "pagedcache bench: quantize covers q8 q4 q8_0 q4_0 q4_1, not float32\n"
 
 
 def test_missing_peer_is_noted_once(capsys: Capture) -> None:

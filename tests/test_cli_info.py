@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cli_tools import run
@@ -82,4 +85,62 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
         "sys.exit(main(['info']))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")  # info always exits 0
+    script = script.replace("'info'", "'selftest', '-k', 'prefix_hash'")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def shell(text: str) -> subprocess.CompletedProcess[str]:
+    command = f"{shlex.quote(sys.executable)} -m pagedcache"
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {text.replace('PAGEDCACHE', command)}"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("PAGEDCACHE info | head -1", 0), ("PAGEDCACHE info | true", 0), ("PAGEDCACHE info >&-", 0),
+     ("PAGEDCACHE info 2>&-", 0), ("PAGEDCACHE info >&- 2>&-", 0),
+     ("PAGEDCACHE bench nonsense >&- 2>&-", 2), ("PAGEDCACHE --help >&-", 0),
+     ("PAGEDCACHE selftest -k prefix_hash >&-", 0)],
+)  # fmt: skip
+def test_output_that_goes_nowhere(text: str, code: int) -> None:
+    done = shell(text)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("command", ["info", "info --json", "bench convert --sizes 4KiB"])
+def test_a_full_disk_is_one_line(command: str) -> None:
+    done = shell(f"PAGEDCACHE {command} >/dev/full")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    lines = [text for text in done.stderr.splitlines() if not text.startswith("peer ")]
+    assert len(lines) == 1 and "No space left" in lines[0]
+
+
+def test_a_terminal_without_unicode() -> None:
+    script = "import sys; from pagedcache.cli import main; sys.exit(main(['bench', '--help']))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, env={"PYTHONIOENCODING": "ascii",
+        "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    script = script.replace("'bench', '--help'", "'info', '\N{GREEK SMALL LETTER MU}'")
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, env={"PYTHONIOENCODING": "ascii",
+        "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 2 and b"\\u03bc" in done.stderr and b"Traceback" not in done.stderr
+
+
+def test_memory_that_is_not_there(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(args: object) -> int:
+        raise MemoryError("Unable to allocate 9 EiB\nfor an array")
+
+    monkeypatch.setattr(info, "run", greedy)
+    done = run(capsys, "info")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "pagedcache info: not enough memory: Unable to allocate 9 EiB for an array\n"

@@ -104,3 +104,13 @@ def test_a_wrong_byte_is_found_and_the_command_repeats_it(
     assert rows[0]["status"] == "failed" and shlex.split(rows[0]["repeat"]) == command
     monkeypatch.setattr(stage, "read_back", right)
     assert run(capsys, *command[1:]).code == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [(["-k", "zzz"], "-k 'zzz'"), (["-k", "zzz", "--format", "q8"], "-k 'zzz' --format q8")],
+)
+def test_no_check_matches(capsys: Capture, argv: list[str], words: str) -> None:
+    done = run(capsys, "selftest", *argv)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"pagedcache selftest: no check matches {words}\n"

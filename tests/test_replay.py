@@ -199,7 +199,6 @@ def test_storage_that_no_machine_has_is_refused(capsys: Capture) -> None:
 GOOD = line(600, [1, 2])
 BROKEN = {
     "not JSON": "{",
-    "nothing": "",
     "no object": "[1, 2]",
     "not a JSON object": "null",
     "missing hash_ids": json.dumps({"timestamp": 0, "input_length": 5, "output_length": 1}),
@@ -234,11 +233,40 @@ def test_broken_line_is_named_and_nothing_is_reported(
     capsys: Capture, tmp_path: Path, words: str
 ) -> None:
     file = trace(tmp_path, GOOD, GOOD, BROKEN[words], GOOD)
-    expected = {"nothing": "not JSON", "no object": "not a JSON object"}.get(words, words)
+    expected = {"no object": "not a JSON object"}.get(words, words)
     for extra in ([], ["--json"]):
         refused(run(capsys, "replay", file, *extra), f"{file}, line 3: ", expected)
     # Lines behind the limit are not read.
     assert figures(capsys, file, "--limit", 2)["requests"] == 2
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_requests(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\r\n\n  \t\n{GOOD}\n\n".encode())
+    got = figures(capsys, file)
+    assert (got["requests"], got["hit_tokens"]) == (2, 512)
+    file.write_bytes(f"\n{GOOD}\n\n{{\n".encode())
+    refused(run(capsys, "replay", file), "line 4: not JSON")  # lines are counted as an editor does
+    file.write_bytes(b"\xef\xbb\xbf\n\n")
+    refused(run(capsys, "replay", file), "the trace has no requests")
+    file.write_bytes(f"{GOOD}\n".encode() + b"\xef\xbb\xbf" + GOOD.encode())
+    refused(run(capsys, "replay", file), "line 2: not JSON")  # in the middle it is no mark
+
+
+def test_options_that_need_a_store_say_so(capsys: Capture, tmp_path: Path) -> None:
+    file = trace(tmp_path, GOOD)
+    given = {"--format": "q8", "--layers": 3, "--kv-heads": 1, "--head-dim": 32}
+    for option, value in given.items():
+        done = run(capsys, "replay", file, option, value)
+        assert done.code == 0 and "--store" in done.err and option in done.err
+        assert run(capsys, "replay", file, option, value, "--json").json()["requests"] == 1
+    assert run(capsys, "replay", file).err == ""
+    argv = [str(part) for pair in given.items() for part in pair]
+    done = run(capsys, "replay", file, "--store", *argv)
+    assert done.code == 0 and "changes nothing" not in done.err
+    refused(run(capsys, "replay", file, "--partial-block-reuse", 513), "partial_block_reuse")
 
 
 def test_bytes_that_are_no_text(capsys: Capture, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from types import ModuleType
 from pagedcache._version import __version__
 
 from . import bench, info, replay, selftest
+from .output import note
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 _COMMANDS: dict[str, ModuleType] = {
@@ -43,18 +44,57 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns 0 (fine), 1 (something failed) or 2 (cannot be used so)."""
+    _open_streams()
+    name = "pagedcache"
+    args = None
     try:
         args = build_parser().parse_args(argv)
-    except SystemExit as stop:  # argparse has printed its message
-        return stop.code if isinstance(stop.code, int) else EXIT_USAGE
-    try:
+        name = f"pagedcache {args.command}"
         code: int = args.run(args)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        # The reader went away (| head); keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit as stop:  # argparse has printed its message
+        return _flushed(stop.code if isinstance(stop.code, int) else EXIT_USAGE)
+    except BrokenPipeError:  # the reader went away (| head): it has seen what it wanted
+        _discard_output()
+        return EXIT_OK if args is not None and args.run is info.run else EXIT_FAILED
+    except OSError as error:  # no room, or the device is gone
+        _discard_output()
+        note(f"{name}: cannot write the output: {error.strerror or error}")
         return EXIT_FAILED
+    except MemoryError as error:
+        text = " ".join(str(error).split()) or "this needs more than there is"
+        note(f"{name}: not enough memory: {text}")
+        return EXIT_USAGE
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        note("interrupted")
         return 130
+
+
+def _open_streams() -> None:
+    """Give closed streams (``>&-``) a place to go; no character may make printing fail."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _flushed(code: int) -> int:
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _discard_output()
+        if not isinstance(error, BrokenPipeError):
+            note(f"pagedcache: cannot write the output: {error.strerror or error}")
+        return EXIT_FAILED
+    return code
+
+
+def _discard_output() -> None:
+    """Keep the interpreter from complaining at exit about what stdout still holds."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        pass  # stdout is no file

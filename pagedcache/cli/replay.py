@@ -8,15 +8,15 @@ a fresh store of the same values; a differing byte makes the exit code 1.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from .output import note, print_json, print_pairs, whole_number
+from .output import free_memory, note, print_json, print_pairs, whole_number
 
 HELP = "replay a request trace: prefix hits, evictions, time; --store checks every byte"
 _MAX_BLOCKS = 2**31 - 1
+_STORE_ONLY = {"format": "float16", "layers": 2, "kv_heads": 2, "head_dim": 64}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-blocks", type=_num_blocks, default="unlimited", metavar="N|unlimited",
         help="blocks of the pool (default: as many as the whole trace could need)")
     add("--block-size", type=count, default=512, help="tokens per block (default 512)")
-    add("--format", default="float16", help="storage format with --store (default float16)")
+    add("--format", help="storage format with --store (default float16)")
     add("--store", action="store_true", help="store K and V made from the tokens; compare hits")
-    add("--layers", type=count, default=2, help="with --store (default 2)")
-    add("--kv-heads", type=count, default=2, help="with --store (default 2)")
-    add("--head-dim", type=count, default=64, help="with --store (default 64)")
+    add("--layers", type=count, help="with --store (default 2)")
+    add("--kv-heads", type=count, help="with --store (default 2)")
+    add("--head-dim", type=count, help="with --store (default 64)")
     add("--partial-block-reuse", type=whole_number(0, _MAX_BLOCKS), default=0, metavar="N",
         help="least tokens of a part-matched block to reuse (default 0: whole blocks only)")
     add("--limit", type=count, metavar="N", help="only the first N requests")
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from .replay_plot import load_pyplot, plot
     from .replay_trace import TraceError, read_trace
 
+    _fill_in(args)
     try:
         pyplot = load_pyplot() if args.plot else None
     except ImportError as error:
@@ -74,6 +75,17 @@ def run(args: argparse.Namespace) -> int:
             note(f"pagedcache replay: --plot: {error}")
             return 2
     return 1 if figures.get("differing_bytes") else 0
+
+
+def _fill_in(args: argparse.Namespace) -> None:
+    """Defaults of the options that only ``--store`` reads, and a note where they do nothing."""
+    given = [name for name in _STORE_ONLY if getattr(args, name) is not None]
+    if given and not args.store:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        note(f"pagedcache replay: without --store no bytes are kept: {names} changes nothing")
+    for name, value in _STORE_ONLY.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 def _replay(args: argparse.Namespace, requests: list[Any]) -> Any:
@@ -113,22 +125,12 @@ def _check_memory(nbytes: int, num_blocks: int) -> None:
     from pagedcache.sizes import format_size
 
     note(f"storage of {num_blocks:,} blocks: {format_size(nbytes)}, taken as it is written")
-    free = _free_memory()
+    free = free_memory()
     if nbytes > free // 10 * 9:
         raise MemoryError(
             f"{format_size(nbytes)} of storage do not fit the {format_size(free)} of memory that "
             "are free; give a smaller --num-blocks"
         )
-
-
-def _free_memory() -> int:
-    """Bytes that can be taken without swapping; all of the memory where Linux does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            facts = dict(line.split(":", 1) for line in lines)
-        return int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _lines(figures: dict[str, Any]) -> list[tuple[str, object]]:

@@ -7,6 +7,7 @@ equal prefix up to and including that block.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,13 +41,20 @@ class Request:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Request]:
-    """The first ``limit`` (or all) requests of a trace; raises :class:`TraceError`."""
+    """The first ``limit`` (or all) requests of a trace; raises :class:`TraceError`.
+
+    Blank lines and a byte order mark at the start are no part of the trace.
+    """
     requests: list[Request] = []
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if limit is not None and len(requests) >= limit:
                     break
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if not line.strip():
+                    continue
                 try:
                     requests.append(_parse(line))
                 except ValueError as error:

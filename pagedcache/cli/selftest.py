@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
         if args.k in check.name and (args.format is None or args.format in check.formats)
     ]
     if not checks:
-        note(f"pagedcache selftest: no check matches -k {args.k!r} --format {args.format}")
+        asked = [f"-k {args.k!r}"] if args.k else []
+        asked += [f"--format {args.format}"] if args.format is not None else []
+        note(f"pagedcache selftest: no check matches {' '.join(asked)}")
         return 2
 
     report = _Report(args)

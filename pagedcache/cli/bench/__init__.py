@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from ..output import note, whole_number
+from ..output import free_memory, note, whole_number
 
 HELP = "speed beside memcpy and beside peers: convert quantize store gather pool prefix"
 AREAS = ("convert", "quantize", "store", "gather", "pool", "prefix")
 _MIN_RUNS = 7
+_ARRAYS = 5  # arrays of the largest size that are alive at once
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, or 2 for an area, size or format that does not exist."""
+    """0, or 2 for an area, size or format that does not exist, or that nothing is measured of."""
     from pagedcache.errors import InvalidArgumentError
     from pagedcache.formats import FORMATS
     from pagedcache.sizes import parse_size
@@ -55,11 +56,33 @@ def run(args: argparse.Namespace) -> int:
     if not all(sizes):
         note("pagedcache bench: --sizes: the least size is 4KiB")
         return 2
+    areas = args.areas or AREAS
+    quantised = [name for name, row in FORMATS.items() if row.is_quantized]
+    if "quantize" in args.areas and not set(formats) & set(quantised):
+        note(f"pagedcache bench: quantize covers {' '.join(quantised)}, not {' '.join(formats)}")
+        return 2
+    if not _fits(areas, max(sizes)):
+        return 2
     options = Options(args.runs, sizes, formats)
 
     def rows() -> Iterator[Row]:
-        for area in args.areas or AREAS:
+        for area in areas:
             yield from importlib.import_module(f"{__name__}.{area}").rows(options)
 
     print_rows(rows(), args.output)
     return 0
+
+
+def _fits(areas: Iterable[str], size: int) -> bool:
+    """Whether the arrays of ``convert`` and ``quantize`` find room; says so where they do not.
+
+    The system gives more than it has and ends the process later, so asking it is no answer.
+    """
+    from pagedcache.sizes import format_size
+
+    needed, free = _ARRAYS * size, free_memory()
+    if needed <= free or not {"convert", "quantize"} & set(areas):
+        return True
+    note(f"pagedcache bench: --sizes: {format_size(size)} need {format_size(needed)} of memory, "
+         f"{format_size(free)} are free")
+    return False
