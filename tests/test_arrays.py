@@ -283,7 +283,7 @@ def test_overlap() -> None:
 def test_ranges_that_no_memory_holds() -> None:
     for huge in (range(10**30), range(0, -(10**30), -1), range(2**64)):
         with pytest.raises(InvalidArgumentError, match="outside"):
-            as_tokens(huge)
+            arrays.as_tokens(huge)
     with pytest.raises(InvalidArgumentError, match="more values than any memory"):
-        as_slots(range(-(2**63), 2**63))
-    assert as_tokens(range(10**30, 0)).tolist() == []
+        arrays.as_slots(range(-(2**63), 2**63))
+    assert arrays.as_tokens(range(10**30, 0)).tolist() == []
