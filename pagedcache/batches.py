@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pagedcache.arguments import as_count, as_layer
+from pagedcache.arguments import as_count, as_flag, as_layer
 from pagedcache.arrays import as_slots, as_tokens
 from pagedcache.bookkeeping import SlotMapping
 from pagedcache.errors import InvalidArgumentError
@@ -128,7 +128,7 @@ class BatchPaths:
         """
         _only_group(group)
         states = states_of(seqs)
-        rows = self._ledger.page_table(states, _as_lengths(lengths), bool(allow_empty))
+        rows = self._ledger.page_table(states, _as_lengths(lengths), as_flag(allow_empty, "allow_empty"))
         return PageTable(*rows)
 
     def take_block_copies(self) -> tuple[Array, int]:

@@ -88,7 +88,7 @@ cdef int64_t any_integer(object x, str name, object lo, object hi) except? -9:
         value = None
     if value is None:
         raise errors.InvalidArgumentError(
-            f"{name}: expected an integer, got {type(x).__name__} {x!r:.60}")
+            f"{name}: expected an integer, got {type(x).__name__} {errors.shown(x)}")
     if value < lo or value > hi:
         raise errors.InvalidArgumentError(
             f"{name}: expected {lo} to {hi}, got {errors.shown(value)}")
