@@ -128,7 +128,8 @@ class BatchPaths:
         """
         _only_group(group)
         states = states_of(seqs)
-        rows = self._ledger.page_table(states, _as_lengths(lengths), as_flag(allow_empty, "allow_empty"))
+        empty = as_flag(allow_empty, "allow_empty")
+        rows = self._ledger.page_table(states, _as_lengths(lengths), empty)
         return PageTable(*rows)
 
     def take_block_copies(self) -> tuple[Array, int]:

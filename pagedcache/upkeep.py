@@ -98,8 +98,9 @@ class Upkeep:
         """Pack used and cached-free blocks into the lowest ids; returns the blocks moved.
 
         Sequences that share no block become contiguous. Values never change. Blocks that are
-        pinned (by views, calls in flight, copies the engine owes) stay where they are. Moves make
-        slot mappings and exported tables stale (``layout_epoch``). Never runs by itself.
+        pinned (by views, calls in flight, copies the engine owes) stay where they are; a sequence
+        that is laid around one, or holds one, may then be in two parts. Moves make slot mappings
+        and exported tables stale (``layout_epoch``). Never runs by itself.
         """
         return int(self._ledger.defragment())
 

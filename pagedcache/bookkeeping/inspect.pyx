@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memcmp
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
-from pagedcache.bookkeeping.prefix_index cimport alive, tokens_of
+from pagedcache.bookkeeping.prefix_index cimport alive, index_check, tokens_of
 from pagedcache.bookkeeping.types cimport *
 
 
@@ -109,6 +109,19 @@ cdef result_t check_sequences(pool_t *p, int32_t *held) noexcept nogil:
     return answer(OK)
 
 
+cdef result_t check_index(pool_t *p) noexcept nogil:
+    """The index's own links; slots may outnumber ids once a defragmentation has packed those."""
+    cdef int32_t *children = <int32_t *> pc_calloc(p.index.fresh, sizeof(int32_t))
+    cdef int32_t slot
+    if children == NULL:
+        return answer(E_MEMORY, <int64_t> p.index.fresh * 4)
+    slot = index_check(p, children)
+    pc_release(children)
+    if slot != NONE:
+        return answer(E_CORRUPT, p.index.nodes[slot].block, 15)
+    return answer(OK)
+
+
 cdef result_t check_pool(pool_t *p) noexcept nogil:
     """Verify everything; E_CORRUPT names the block and the reason. E_MEMORY: no scratch."""
     cdef uint8_t *where = <uint8_t *> pc_calloc(p.fresh, 1)
@@ -122,6 +135,8 @@ cdef result_t check_pool(pool_t *p) noexcept nogil:
             r = check_blocks(p, where)
         if r.code == OK:
             r = check_sequences(p, held)
+        if r.code == OK:
+            r = check_index(p)
     pc_release(where)
     pc_release(held)
     return r

@@ -14,4 +14,5 @@ cdef int32_t index_find_partial(pool_t *p, uint64_t parent, const uint32_t *toke
 cdef bint index_register(pool_t *p, int32_t block, uint64_t parent, const uint32_t *tokens,
                          const uint8_t *extra, int64_t extra_size,
                          int32_t *displaced) noexcept nogil
+cdef int32_t index_check(pool_t *p, int32_t *children) noexcept nogil
 cdef bint index_unregister(pool_t *p, int32_t block) noexcept nogil

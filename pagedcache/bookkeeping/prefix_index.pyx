@@ -340,3 +340,36 @@ cdef bint index_unregister(pool_t *p, int32_t block) noexcept nogil:
         return False
     bury(p, slot)
     return n.children > 0
+
+
+cdef int32_t index_check(pool_t *p, int32_t *children) noexcept nogil:
+    """Slot of a living node that its own chains do not lead to, or whose children are miscounted;
+    NONE when all agree. ``children``: zeroed scratch, one per slot ever used."""
+    cdef index_t *x = &p.index
+    cdef node_t *n
+    cdef int32_t slot, at, steps
+    for slot in range(x.fresh):
+        n = &x.nodes[slot]
+        if n.block == NONE:
+            continue
+        at = alive(p, n.parent)
+        if at != NONE:
+            children[at] += 1
+        at = x.exact[exact_hash(p, n.parent, tokens_of(p, slot), hash_of_extra(x, n)) & x.mask] - 1
+        steps = 0
+        while at != slot and at != NONE and steps < MAX_PROBES:
+            at = x.nodes[at].next
+            steps += 1
+        if at != slot:
+            return slot
+        if n.partial_prev < 0:
+            at = x.partial[~n.partial_prev] - 1
+        else:
+            at = x.nodes[n.partial_prev].partial_next
+        if at != slot or (n.partial_next != NONE
+                          and x.nodes[n.partial_next].partial_prev != slot):
+            return slot
+    for slot in range(x.fresh):
+        if x.nodes[slot].block != NONE and x.nodes[slot].children != children[slot]:
+            return slot
+    return NONE

@@ -66,6 +66,7 @@ _CORRUPT = (
     "a cached block's tokens differ from those of a sequence that holds it",
     "an idle block has another resident copy",
     "the list of sequences is broken",
+    "the prefix index does not lead to its node, or miscounts what is behind it",
 )
 
 
