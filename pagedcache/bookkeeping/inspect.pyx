@@ -80,13 +80,18 @@ cdef result_t check_sequences(pool_t *p, int32_t *held) noexcept nogil:
     """Tables name used blocks, lengths fit, cached blocks hold the sequence's own tokens."""
     cdef seq_t *s = p.first
     cdef seq_t *before = NULL
-    cdef int64_t i, n = 0
+    cdef int64_t i, furthest, n = 0
     cdef int32_t b
     while s != NULL:
         if s.prev != before or s.freed:
             return answer(E_CORRUPT, NONE, 14)
         if (s.computed < 0 or s.known > s.history or s.known < 0
                 or s.num_blocks * p.block_size < s.computed or s.num_blocks > s.table_room):
+            return answer(E_CORRUPT, s.table[0] if s.num_blocks else NONE, 10)
+        furthest = 0
+        for i in range(p.num_layers):
+            furthest = max(furthest, s.written[i])
+        if furthest != s.appended:
             return answer(E_CORRUPT, s.table[0] if s.num_blocks else NONE, 10)
         for i in range(s.num_blocks):
             b = s.table[i]

@@ -255,6 +255,7 @@ cdef class LedgerWrite(LedgerOpen):
         cdef pool_t *p = self._of(seq)
         if first <= written_end(seq.s, i):      # not truncated meanwhile by another thread
             seq.s.written[i] = max(seq.s.written[i], end)
+            seq.s.appended = max(seq.s.appended, end)
         leave(p)
         pin.release()
 

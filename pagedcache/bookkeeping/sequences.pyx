@@ -190,7 +190,10 @@ cdef int64_t written_end(seq_t *s, int64_t layer) noexcept nogil:
 
 
 cdef int64_t num_written(pool_t *p, seq_t *s) noexcept nogil:
-    cdef int64_t i, least = written_end(s, 0)
+    cdef int64_t i, least
+    if s.appended <= s.computed:
+        return s.computed
+    least = written_end(s, 0)
     for i in range(1, p.num_layers):
         least = min(least, written_end(s, i))
     return least
@@ -227,6 +230,7 @@ cdef result_t fork(pool_t *p, seq_t *s, seq_t **child) noexcept nogil:
     c.opened = s.opened
     c.computed = s.computed
     c.vouched = s.vouched
+    c.appended = s.appended
     c.outdated = s.outdated
     c.num_cached = s.num_cached
     seq_link(p, c)
@@ -246,8 +250,10 @@ cdef result_t truncate(pool_t *p, seq_t *s, int64_t n, bint keep_blocks) noexcep
     s.vouched = min(s.vouched, n)
     s.outdated = min(s.outdated, n)
     s.num_cached = min(s.num_cached, n)
-    for i in range(p.num_layers):
-        s.written[i] = min(s.written[i], n)
+    if s.appended > n:
+        s.appended = n
+        for i in range(p.num_layers):
+            s.written[i] = min(s.written[i], n)
     if not keep_blocks:
         s.opened = min(s.opened, n)
         keep = blocks_for(n, p.block_size)

@@ -114,6 +114,7 @@ cdef struct seq_t:
     int64_t vouched          # end of the ranges prepared for writing
     int64_t outdated         # tokens computed before the last reset: never cached again
     int64_t *written         # per layer: end of the sequence's own appends
+    int64_t appended         # the furthest of them, so that engines with `store` walk no layers
     int64_t num_cached
     identity_t *identity
 
@@ -203,10 +204,7 @@ cdef inline bint viewed(pool_t *p, int32_t block) noexcept nogil:
 
 cdef inline int64_t high_water(pool_t *p, seq_t *s) noexcept nogil:
     """End of the positions that any layer may hold bytes for."""
-    cdef int64_t i, most = s.computed
-    for i in range(p.num_layers):
-        most = max(most, s.written[i])
-    return most
+    return max(s.computed, s.appended)
 
 
 cdef inline int64_t blocks_for(int64_t tokens, int64_t block_size) noexcept nogil:
