@@ -227,7 +227,10 @@ def _encode_bits(x: ArrayLike, format: KVFormat) -> NDArray[np.uint16]:
 
 
 def _decode_bits(bits: ArrayLike, format: KVFormat) -> NDArray[np.float32]:
-    array = np.asarray(bits)
+    try:
+        array = np.asarray(bits)
+    except (ValueError, OverflowError, MemoryError):  # ragged lists, huge ranges
+        raise FormatError("an array of uint16", type(bits).__name__, "bits") from None
     if array.dtype != np.uint16 or not array.dtype.isnative:
         raise FormatError("uint16", array.dtype, "bits")
     out = _new_values(array.size)

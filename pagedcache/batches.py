@@ -10,7 +10,7 @@ import numpy as np
 from pagedcache.arguments import as_count, as_flag, as_layer
 from pagedcache.arrays import as_slots, as_tokens
 from pagedcache.bookkeeping import SlotMapping
-from pagedcache.errors import InvalidArgumentError
+from pagedcache.errors import InvalidArgumentError, shown
 from pagedcache.sequence import Sequence, states_of
 
 if TYPE_CHECKING:
@@ -155,7 +155,13 @@ def _as_list(values: Any, name: str) -> list[Any]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         kind = type(values).__name__
         raise InvalidArgumentError(f"{name} must be one integer per sequence, got {kind}")
-    return list(values)
+    try:
+        return list(values)
+    except (TypeError, OverflowError, MemoryError):  # an array without dimensions, a huge range
+        kind = shown(values)
+        raise InvalidArgumentError(
+            f"{name} must be one integer per sequence, got {kind}"
+        ) from None
 
 
 def _as_lengths(lengths: Any) -> list[Any] | None:

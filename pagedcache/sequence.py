@@ -217,7 +217,7 @@ def _listed(seqs: Any) -> list[Any]:
         raise InvalidArgumentError("expected a list of sequences, got one Sequence")
     try:
         return list(seqs)
-    except TypeError:
+    except (TypeError, OverflowError, MemoryError):
         kind = type(seqs).__name__
         raise InvalidArgumentError(
             f"expected a list of sequences of this cache, got {kind}"

@@ -171,3 +171,14 @@ def test_a_closed_cache():
             call()
     seq.free()  # nothing happens
     assert "freed" in repr(seq)
+
+
+def test_slabs_and_bits_that_are_no_lists_of_arrays():
+    # SPEC section 7, CASE C44
+    spec = pc.CacheSpec(num_layers=1, num_kv_heads=1, head_dim=1)
+    for slabs in ((np.array(3), np.array(3)), (3, 3), ("k", "v"), ([], [])):
+        with pytest.raises(pc.PagedCacheError):
+            pc.PagedKVCache(spec, 4, storage=slabs)
+    for bits in ([1, [2]], [2**70], "bits", [1.5]):
+        with pytest.raises(pc.FormatError):
+            pc.float16_bits_to_float32(bits)

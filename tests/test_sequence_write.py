@@ -319,3 +319,80 @@ def test_a_hit_whose_copy_fails_is_no_hit(monkeypatch):
         assert (seq.num_cached_tokens, seq.seq_len, seq.num_tokens, seq.num_blocks) == (0, 0, 0, 0)
         assert seq.allocate_for_tokens(range(8)) == 7
         whole(cache)
+
+
+def test_commit_stays_within_what_append_wrote():
+    # SPEC F25: also when everything written is committed already
+    with make_cache(4, B=4) as cache:
+        with cache.open(range(50, 66), salt="other") as other:
+            fill(cache, other, range(16))
+        seq = cache.open(range(8))
+        k, v = rows(cache.spec, 0, range(4))
+        for layer in range(cache.spec.num_layers):
+            seq.append(layer, k, v)
+        seq.commit(4)
+        for again in (1, 4):
+            with pytest.raises(pc.InvalidPositionError):
+                seq.commit(again)
+            with pytest.raises(pc.InvalidPositionError):
+                cache.commit([seq], [again])
+        assert (seq.seq_len, cache.probe(range(9))) == (4, 4)
+        seq.prepare(1)                      # from here an engine vouches, one token at a time
+        with pytest.raises(pc.InvalidPositionError):
+            seq.commit(2)
+        seq.commit(1)
+        assert seq.seq_len == 5
+        cache.check()
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_growing_back_over_tokens_that_were_given_up(forked):
+    # SPEC F21 F25: what was not written again is not computed again
+    with make_cache(6, B=4) as cache:
+        seq = cache.open()
+        fill(cache, seq, range(4))
+        other = seq.fork() if forked else None
+        cache.update_tokens(seq.seq_id, 0)
+        for layer in range(cache.spec.num_layers):
+            seq.append(layer, *rows(cache.spec, layer, [9]))
+        seq.commit(1)
+        with pytest.raises(pc.InvalidPositionError):
+            cache.update_tokens(seq.seq_id, 4)
+        assert_holds(cache, seq, [9])
+        if other is not None:
+            assert_holds(cache, other, range(4))
+        cache.check()
+
+
+def test_commit_stops_at_max_seq_len():
+    # SPEC F24, CASE C35: the table's last block may have more room than the sequence may use
+    spec = pc.CacheSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, max_seq_len=6)
+    with pc.PagedKVCache(spec, 8, storage=None) as cache:
+        seq = cache.open(range(6))
+        seq.commit(6)
+        by_id = cache.allocate_sequence(6)
+        for call in (
+            lambda: seq.commit(1),
+            lambda: cache.commit([seq], [1]),
+            lambda: cache.update_tokens(by_id, 7),
+        ):
+            with pytest.raises(pc.SequenceTooLongError) as caught:
+                call()
+            assert (caught.value.needed, caught.value.max_seq_len) == (7, 6)
+        seq.append_tokens([])
+        assert (seq.seq_len, cache.sequence_tokens(by_id)) == (6, 0)
+        cache.check()
+
+
+def test_counts_that_are_no_list():
+    # SPEC section 7
+    with make_cache(4, B=4) as cache, cache.open([1]) as seq:
+        for counts in (np.array(1), range(10**30), 5, None, "1"):
+            for call in (
+                lambda counts=counts: cache.prepare([seq], counts),
+                lambda counts=counts: cache.commit([seq], counts),
+            ):
+                with pytest.raises(pc.InvalidArgumentError):
+                    call()
+        with pytest.raises(pc.InvalidArgumentError):
+            cache.block_tables([seq], np.array(1))

@@ -163,7 +163,7 @@ def _ids(ids):
     their use; typed errors for anything else."""
     try:
         a = np.asarray(ids)
-    except (ValueError, OverflowError) as why:
+    except (ValueError, OverflowError, MemoryError) as why:
         raise InvalidArgumentError(f"block ids: {why}") from None
     if a.ndim == 0:
         a = a.reshape(1)

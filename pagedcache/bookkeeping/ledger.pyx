@@ -90,6 +90,7 @@ cdef class Ledger(LedgerWrite):
                 seq.s.num_blocks += 1
                 need -= 1
             seq.s.opened = max(seq.s.opened, end)
+            seq.s.granted = max(seq.s.granted, end)
             p.epoch += 1
         leave(p)
         if r.code != OK:

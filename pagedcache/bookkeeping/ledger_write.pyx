@@ -125,6 +125,7 @@ cdef class LedgerWrite(LedgerOpen):
                     self._execute(&plan)
                     for i in range(n):
                         w = &plan.writes[i]
+                        w.seq.granted = max(w.seq.granted, w.start + w.count)
                         for j in range(w.start, w.start + w.count):
                             if j == w.start or j % B == 0:
                                 mapping.note(w.seq.table[j // B])

@@ -232,6 +232,7 @@ cdef result_t fork(pool_t *p, seq_t *s, seq_t **child) noexcept nogil:
     c.vouched = s.vouched
     c.appended = s.appended
     c.outdated = s.outdated
+    c.granted = s.granted
     c.num_cached = s.num_cached
     seq_link(p, c)
     p.epoch += 1
@@ -249,6 +250,7 @@ cdef result_t truncate(pool_t *p, seq_t *s, int64_t n, bint keep_blocks) noexcep
     s.known = min(s.known, n)
     s.vouched = min(s.vouched, n)
     s.outdated = min(s.outdated, n)
+    s.granted = min(s.granted, n)
     s.num_cached = min(s.num_cached, n)
     if s.appended > n:
         s.appended = n
@@ -350,7 +352,10 @@ cdef result_t may_commit(pool_t *p, seq_t *s, int64_t n) noexcept nogil:
     cdef int64_t end = s.computed + n
     if end > s.num_blocks * p.block_size:
         return answer(E_POSITION, end, s.num_blocks * p.block_size, 1)
-    if end > num_written(p, s) and high_water(p, s) > s.computed:
+    if end > p.max_seq_len:
+        return answer(E_TOO_LONG, end, p.max_seq_len)
+    if end > num_written(p, s) and (high_water(p, s) > s.computed
+                                    or (s.appended > 0 and end > s.granted)):
         return answer(E_POSITION, end, num_written(p, s), 2)
     return own_range(p, s, end)
 

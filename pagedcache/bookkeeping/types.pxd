@@ -112,6 +112,7 @@ cdef struct seq_t:
     int64_t opened           # room asked for
     int64_t computed
     int64_t vouched          # end of the ranges prepared for writing
+    int64_t granted          # end of the room given to writers that vouch: prepare(), extend()
     int64_t outdated         # tokens computed before the last reset: never cached again
     int64_t *written         # per layer: end of the sequence's own appends
     int64_t appended         # the furthest of them, so that engines with `store` walk no layers

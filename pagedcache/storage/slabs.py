@@ -79,7 +79,8 @@ def adopt(spec: CacheSpec, num_blocks: int, slabs: Any) -> dict[Kind, list[Array
         raise InvalidArgumentError("storage: expected a pair (k_slabs, v_slabs)")
     adopted = {}
     for kind, given in zip(KINDS, slabs, strict=True):
-        if isinstance(given, (str, bytes, dict)) or not hasattr(given, "__len__"):
+        unsized = getattr(given, "ndim", 1) == 0  # an array without dimensions
+        if isinstance(given, (str, bytes, dict)) or not hasattr(given, "__len__") or unsized:
             raise InvalidArgumentError(
                 f"{kind}_slabs: expected one array per layer, got {type(given).__name__}"
             )
