@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from cachekit import (
     assert_holds,
@@ -14,6 +15,8 @@ from cachekit import (
     whole,
     write,
 )
+
+from pagedcache.bookkeeping import Ledger
 
 B = 4
 P = list(range(10, 22))
@@ -225,3 +228,23 @@ def test_what_was_committed_before_a_reset_is_never_cached_again(computed):
     for s in (seq, twin):
         s.free()
     empty(cache)
+
+
+def test_what_nothing_can_reach_any_more_is_blank():
+    # CASE C23
+    # SPEC F14 F20: views let the head go first and the middle last: the tail is of no use then
+    ledger = Ledger(3, 4)
+    seq = ledger.open(np.arange(12, dtype=np.uint32))
+    ledger.commit(seq, 12)
+    middle, tail = ledger.pin_range(seq, 4, 8), ledger.pin_range(seq, 8, 12)
+    ledger.free(seq)
+    tail.release()
+    ledger.check()
+    assert ledger.pool.stats()["blocks_idle"] == 2      # head and tail; the middle is pinned
+    taken = ledger.pool.allocate(1)
+    assert taken.tolist() == [0]                        # the head, idle longest
+    middle.release()
+    ledger.check()
+    assert ledger.pool.stats()["blocks_idle"] == 0
+    assert ledger.pool.num_cached_blocks == 0
+    assert ledger.pool.stats()["evicted_blocks"] == 1
