@@ -1,0 +1,283 @@
+"""What every storage does the same way: the checks before bytes move, and the order of the steps.
+
+A storage keeps K and V of the layers of one device in slabs. Who may write where is decided above
+(reference counts, pins, epochs); a storage validates arrays, keeps every address inside its slabs,
+and moves bytes. Calls on different blocks may run in parallel; two calls that touch the same
+block must be ordered by the caller; on a device, calls on different streams are ordered here.
+
+Numbers: float32 rows are rounded straight to the stored format; float16 and bfloat16 rows are
+widened to float32 first, which is exact. Reading goes through float32 in the same way. A row
+whose dtype is the stored one is copied bit for bit in both directions, NaN payloads included.
+
+``queue`` is what :meth:`Storage.queue` made of the caller's stream; None on the CPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from pagedcache.arguments import as_count, as_integer, as_layer
+from pagedcache.arrays import as_ids, as_slots, row_format
+from pagedcache.errors import (
+    InvalidArgumentError,
+    InvalidPositionError,
+    ShapeError,
+    shown,
+)
+from pagedcache.formats import NONFINITE_POLICIES, KVFormat, get_policy
+from pagedcache.spec import CacheSpec
+from pagedcache.storage.slabs import KINDS, Array, Kind
+
+RAISE = NONFINITE_POLICIES["raise"]
+
+
+class Storage(ABC):
+    """K and V of ``spec.num_layers`` layers for ``num_blocks`` blocks, on one device."""
+
+    #: Whether work is queued on streams, so that it has to be ordered between them.
+    ordered = False
+
+    def __init__(self, spec: CacheSpec, num_blocks: int) -> None:
+        self.spec = spec
+        self.num_blocks = as_count(num_blocks, "num_blocks", least=1, most=2**31 - 1)
+        self._formats = {"k": spec.k_format, "v": spec.v_format}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks in all layers, K and V, padding included."""
+        return self.spec.storage_nbytes(self.num_blocks)
+
+    # ---- rows in -------------------------------------------------------------------------
+
+    def check_rows(
+        self,
+        layer: int,
+        k: Any,
+        v: Any,
+        num_tokens: int | None,
+        on_nonfinite: str | None = None,
+        queue: Any = None,
+    ) -> tuple[Any, Any]:
+        """Validate ``k`` and ``v`` for :meth:`store` and return them ready for it; writes nothing.
+
+        Each is ``[num_tokens, num_kv_heads, head_dim]`` or
+        ``[num_tokens, num_kv_heads * head_dim]`` of float32, float16 or bfloat16 with any
+        strides; ``num_tokens=None`` takes whatever both have. Rows are copied only where they are
+        misaligned or may lie in the slabs themselves.
+
+        Raises :class:`FormatError`, :class:`ShapeError` or :class:`DeviceError`, and
+        :class:`NonFiniteError` when a quantised format is to hold NaN or Inf under
+        ``on_nonfinite="raise"``; float formats hold both.
+        """
+        self._open()
+        layer = as_layer(layer, self.spec.num_layers)
+        policy = self._policy(on_nonfinite)
+        pair = self._rows(k, v, num_tokens, queue)
+        if pair[0].shape != pair[1].shape:
+            raise ShapeError(f"as many tokens as k ({len(pair[0])})", len(pair[1]), "v")
+        if policy == RAISE:
+            self._refuse_nonfinite(
+                [
+                    (kind, rows)
+                    for kind, rows in zip(KINDS, pair, strict=True)
+                    if self._formats[kind].is_quantized
+                ],
+                queue,
+            )
+        return self._apart(layer, pair[0], queue), self._apart(layer, pair[1], queue)
+
+    def store(
+        self,
+        layer: int,
+        k: Any,
+        v: Any,
+        slots: Any,
+        on_nonfinite: str | None = None,
+        queue: Any = None,
+        mapping: Any = None,
+    ) -> None:
+        """Store token ``i`` of ``k`` and ``v`` (from :meth:`check_rows`) at ``slots[i]``.
+
+        ``slots``: int64 ``[num_tokens]``, ``block_id * block_size + offset``; -1 skips a token.
+        Slots out of range raise :class:`SlotError` before any byte is written; whether they
+        may be written at all is the caller's to know. ``mapping``: an object that has the same
+        slots in every call it is given to, so that a device keeps its copy of them.
+        """
+        self._open()
+        layer = as_layer(layer, self.spec.num_layers)
+        policy = self._policy(on_nonfinite)
+        slots = as_slots(slots)
+        if not len(slots) == len(k) == len(v):
+            raise ShapeError(f"{len(k)} slots, one per token", len(slots), "slots")
+        self._store(layer, k, v, slots, policy, queue, mapping)
+
+    # ---- rows out ------------------------------------------------------------------------
+
+    def gather(
+        self,
+        layer: int,
+        block_ids: Array,
+        start: int,
+        stop: int,
+        dtype: Any = None,
+        out_k: Any = None,
+        out_v: Any = None,
+        queue: Any = None,
+    ) -> tuple[Any, Any]:
+        """Read tokens ``start … stop-1`` and return K and V as ``[stop - start, heads, head_dim]``.
+
+        ``block_ids``: int32, the blocks that hold the tokens from position
+        ``start // block_size * block_size`` on, in token order. ``dtype``: float32, float16 or
+        bfloat16; by default that of ``out_k``, or float32. ``out_k`` and ``out_v`` may have any
+        strides; they are made where they are None. No slot outside the range is read.
+
+        Raises :class:`InvalidPositionError`, :class:`BlockError` (an id out of range), or
+        :class:`ShapeError` / :class:`FormatError` for an unusable ``out``.
+        """
+        self._open()
+        layer = as_layer(layer, self.spec.num_layers)
+        first, num_tokens = self._range(start, stop)
+        ids = as_ids(block_ids)
+        available = len(ids) * self.spec.block_size
+        if not num_tokens:
+            first = 0  # an empty range needs no block
+        if first + num_tokens > available:
+            raise InvalidPositionError(first + num_tokens, available, "past the blocks given")
+        if dtype is None:
+            dtype = np.float32 if out_k is None else out_k.dtype
+        shape = (num_tokens, self.spec.num_kv_heads, self.spec.head_dim)
+        return self._load(layer, ids, first, row_format(dtype), shape, out_k, out_v, queue)
+
+    # ---- copies --------------------------------------------------------------------------
+
+    def copy_blocks(self, src: Array, dst: Array, rows: Array, queue: Any = None) -> None:
+        """Copy blocks in every layer, K and V: pair i copies ``src[i]`` to ``dst[i]``, in order.
+
+        ``rows[i]`` (int32, 0…block_size): how many of the first token rows; ``block_size``
+        copies every byte of the block, fewer rows only their quants and scales. Raises
+        :class:`BlockError` or :class:`InvalidPositionError` before any byte moves.
+        """
+        self._open()
+        self._copy_blocks(as_ids(src, "src"), as_ids(dst, "dst"), as_ids(rows, "rows"), queue)
+
+    def copy_tokens(self, src: Array, dst: Array, queue: Any = None) -> None:
+        """Copy single tokens, slot to slot (int64), in every layer, K and V, in order.
+
+        Moves the quants and scales of those tokens and no other byte. Raises
+        :class:`SlotError` before any byte moves.
+        """
+        self._open()
+        self._copy_tokens(as_slots(src, "src"), as_slots(dst, "dst"), queue)
+
+    def move_blocks(self, moves: Array, queue: Any = None) -> None:
+        """Move whole blocks in every layer, K and V: int32 ``[n, 2]`` of (src, dst), in order.
+
+        Id -1 is a scratch block that lives for this call, so that cycles can be turned.
+        Raises :class:`BlockError` before any byte moves.
+        """
+        self._open()
+        moves = np.asarray(moves)
+        if moves.ndim != 2 or moves.shape[1] != 2:
+            raise ShapeError("[n, 2]", list(moves.shape), "moves")
+        self._move_blocks(as_ids(moves[:, 0], "src"), as_ids(moves[:, 1], "dst"), queue)
+
+    # ---- what a kind of memory does in its own way ---------------------------------------
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the slabs; their memory returns once no view holds it. Idempotent."""
+
+    @abstractmethod
+    def queue(self, stream: Any) -> Any:
+        """What calls are queued on for the caller's ``stream`` (None: the default)."""
+
+    @abstractmethod
+    def slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> Any:
+        """Return a whole slab without a copy: ``[num_blocks, *shape of block_array]``."""
+
+    @abstractmethod
+    def block_array(
+        self, layer: int, kind: Kind, block_id: int, *, writable: bool = False
+    ) -> Any:
+        """Return one block's array over the storage itself, without a copy.
+
+        Float formats: the layout's shape and the format's dtype; quantised formats: uint8
+        ``[block_nbytes]``. Read-only unless ``writable``. It keeps the memory alive, not the
+        block: pin the block as long as the array is used.
+        """
+
+    @abstractmethod
+    def _open(self) -> Any:
+        """Raise :class:`FreedHandleError` after :meth:`close`."""
+
+    @abstractmethod
+    def _rows(self, k: Any, v: Any, num_tokens: int | None, queue: Any) -> tuple[Any, Any]:
+        """Both arrays as ``[num_tokens, heads, head_dim]`` that :meth:`_store` can read."""
+
+    @abstractmethod
+    def _refuse_nonfinite(self, pairs: list[tuple[Kind, Any]], queue: Any) -> None:
+        """Raise :class:`NonFiniteError` for the first NaN or Inf of these rows."""
+
+    @abstractmethod
+    def _apart(self, layer: int, rows: Any, queue: Any) -> Any:
+        """Return rows that no store can change under its own hands."""
+
+    @abstractmethod
+    def _store(
+        self, layer: int, k: Any, v: Any, slots: Array, policy: int, queue: Any, mapping: Any
+    ) -> None: ...
+
+    @abstractmethod
+    def _load(
+        self,
+        layer: int,
+        ids: Array,
+        first: int,
+        fmt: KVFormat,
+        shape: tuple[int, int, int],
+        out_k: Any,
+        out_v: Any,
+        queue: Any,
+    ) -> tuple[Any, Any]: ...
+
+    @abstractmethod
+    def _copy_blocks(self, src: Array, dst: Array, rows: Array, queue: Any) -> None: ...
+
+    @abstractmethod
+    def _copy_tokens(self, src: Array, dst: Array, queue: Any) -> None: ...
+
+    @abstractmethod
+    def _move_blocks(self, src: Array, dst: Array, queue: Any) -> None: ...
+
+    # ---- order between streams: nothing to do where calls are done when they return ------
+
+    def acquire(self, block_ids: Array, queue: Any, writing: bool) -> None:
+        """Order ``queue`` after the work of other streams on these blocks: their writes, and
+        where it will write, their reads too."""
+
+    def publish(self, block_ids: Array, queue: Any = None, writing: bool = False) -> None:
+        """Make the work on these blocks waitable: with ``queue``, also work of the caller's own
+        that was queued on it."""
+
+    def synchronize(self) -> None:
+        """Wait for all queued work and raise what it reported."""
+
+    # ---- argument checks -----------------------------------------------------------------
+
+    def _kind(self, kind: str) -> Kind:
+        for known in KINDS:
+            if isinstance(kind, str) and kind == known:
+                return known
+        raise InvalidArgumentError(f'kind: expected "k" or "v", got {shown(kind)}')
+
+    def _policy(self, on_nonfinite: str | None) -> int:
+        return get_policy(self.spec.on_nonfinite if on_nonfinite is None else on_nonfinite)
+
+    def _range(self, start: int, stop: int) -> tuple[int, int]:
+        start, stop = as_integer(start, "start"), as_integer(stop, "stop")
+        if not 0 <= start <= stop:
+            raise InvalidPositionError(start, stop, "expected 0 <= start <= stop")
+        return start % self.spec.block_size, stop - start
