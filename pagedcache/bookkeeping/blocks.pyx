@@ -10,6 +10,10 @@ A block is exactly one of
 Blank blocks are handed out first, then never used ones, then the least recently used idle block.
 Sequences give back their tail first, so a prefix is evicted from its tail.
 
+In a queued pool (blocks on a device, where work on a freed block may not have ended) never used
+blocks go first, then blank ones in the order they were freed: whoever gets a block has the best
+chance that nobody needs to be waited for.
+
 All functions run with the pool's lock held, check nothing and cannot fail.
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -54,8 +58,13 @@ cdef inline void link_before(pool_t *p, int32_t b, int32_t at) noexcept nogil:
 
 
 cdef inline void to_blank(pool_t *p, int32_t b) noexcept nogil:
-    p.next[b] = p.blank
-    p.blank = b
+    if p.queued and p.blank != NONE:
+        p.next[p.last_blank] = b
+        p.next[b] = NONE
+    else:
+        p.next[b] = p.blank
+        p.blank = b
+    p.last_blank = b                  # means something in a queue only
     p.num_blank += 1
 
 
@@ -86,7 +95,7 @@ cdef void forget_block(pool_t *p, int32_t b) noexcept nogil:
 cdef int32_t take(pool_t *p) noexcept nogil:
     """Hand out one block with one reference. The caller has checked that there is one."""
     cdef int32_t b = p.blank
-    if b != NONE:
+    if b != NONE and not (p.queued and p.fresh < p.num_blocks):
         p.blank = p.next[b]
         p.num_blank -= 1
     elif p.fresh < p.num_blocks:

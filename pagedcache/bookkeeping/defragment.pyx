@@ -305,6 +305,8 @@ cdef void rebuild_free(pool_t *p, relocation_t *r) noexcept nogil:
         b -= 1
         if not hosts(p, b):
             p.next[b] = p.blank
+            if p.blank == NONE:
+                p.last_blank = b
             p.blank = b
             p.num_blank += 1
 

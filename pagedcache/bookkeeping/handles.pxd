@@ -23,6 +23,7 @@ cdef class SlotMapping:
     cdef int64_t count, room
     cdef int64_t checked     # pool epoch at the last check
     cdef readonly int64_t epoch
+    cdef object __weakref__
     cdef bint reserve(self, int64_t room) noexcept nogil
     cdef void note(self, int32_t block) noexcept nogil
     cdef result_t recheck(self) noexcept nogil

@@ -15,6 +15,7 @@ cdef result_t check_lists(pool_t *p, uint8_t *where) noexcept nogil:
     """Blank list and recency list are whole and disjoint from each other and from use."""
     cdef int32_t b = p.blank
     cdef int32_t before = NONE
+    cdef int32_t last = NONE
     cdef int64_t n = 0
     while b != NONE:
         if b < 0 or b >= p.fresh or where[b] or n > p.num_blank:
@@ -23,8 +24,9 @@ cdef result_t check_lists(pool_t *p, uint8_t *where) noexcept nogil:
             return answer(E_CORRUPT, b, 1)
         where[b] = 1
         n += 1
+        last = b
         b = p.next[b]
-    if n != p.num_blank:
+    if n != p.num_blank or (p.queued and n > 0 and p.last_blank != last):
         return answer(E_CORRUPT, NONE, 5)
     b = p.oldest
     n = 0

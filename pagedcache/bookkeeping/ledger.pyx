@@ -54,6 +54,8 @@ cdef class Ledger(LedgerWrite):
         Makes block moves [m, 2] in order; id -1 is the storage's spare block.
     deferred_copies : bool
         The engine copies: see take_block_copies().
+    queued : bool
+        Freed blocks are reused in the order they were freed (blocks on a device).
     """
 
     # ------------------------------------------------------------ life of a sequence

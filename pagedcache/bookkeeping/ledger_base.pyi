@@ -21,6 +21,7 @@ class LedgerBase:
         mover: Callable[[_Ids, _Ids, _Ids], Any] | None = None,
         move_mover: Callable[[_Ids], Any] | None = None,
         deferred_copies: bool = False,
+        queued: bool = False,
         hash_mask: int = ...,
     ) -> None: ...
     def reset_prefix_cache(self) -> None: ...

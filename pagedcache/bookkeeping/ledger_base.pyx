@@ -29,7 +29,7 @@ cdef class LedgerBase:
 
     def __init__(self, num_blocks, block_size, *, num_layers=1, max_seq_len=None,
                  partial_block_reuse=0, mover=None, move_mover=None, deferred_copies=False,
-                 hash_mask=2**64 - 1):
+                 queued=False, hash_mask=2**64 - 1):
         cdef int64_t layers = int_argument(num_layers, "num_layers", 1, 2**20)
         cdef int64_t longest = INT64_MAX
         cdef int64_t partial
@@ -44,6 +44,7 @@ cdef class LedgerBase:
         self.pool.p.max_seq_len = longest
         self.pool.p.partial_min = partial
         self.pool.p.deferred = bool(deferred_copies)
+        self.pool.p.queued = bool(queued)
         self.mover = mover
         self.move_mover = move_mover
 

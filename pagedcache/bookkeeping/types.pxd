@@ -151,6 +151,8 @@ cdef struct pool_t:
     int32_t *next            # ... ; blank: free list
     int32_t fresh            # ids from here on were never handed out
     int32_t blank            # list of free blocks that hold nothing cached
+    int32_t last_blank       # its end, where it is a queue
+    bint queued              # blocks are reused in the order they were freed: see blocks.pyx
     int32_t oldest           # recency list of idle (cached-free) blocks
     int32_t newest
     int32_t num_blank        # without the never used ones
