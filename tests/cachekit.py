@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from devicekit import host, placement
 from profiles import PROFILE
 
 import pagedcache as pc
@@ -43,7 +44,7 @@ def make_cache(
     max_seq_len: int | None = None,
     **cache_options: Any,
 ) -> pc.PagedKVCache:
-    """A small cache; ``fmt`` is one format or (K format, V format)."""
+    """A small cache on the tests' device; ``fmt`` is one format or (K format, V format)."""
     formats: dict[str, Any] = (
         {"kv_format": fmt} if isinstance(fmt, str) else {"k_format": fmt[0], "v_format": fmt[1]}
     )
@@ -56,6 +57,8 @@ def make_cache(
         max_seq_len=max_seq_len,
         **formats,
     )
+    if cache_options.get("storage", "own") == "own":  # adopted arrays are the CPU's
+        cache_options.setdefault("device", placement(layers))
     return pc.PagedKVCache(spec, num_blocks=num_blocks, **cache_options)
 
 
@@ -153,8 +156,9 @@ def cached_prompt(
 
 
 def read(seq: pc.Sequence, layer: int, start: int = 0, stop: int | None = None) -> Any:
-    """float32 (K, V) of a token range."""
-    return seq.gather(layer, start, stop, dtype=np.float32)
+    """float32 (K, V) of a token range, in the CPU's memory."""
+    k, v = seq.gather(layer, start, stop, dtype=np.float32)
+    return host(k), host(v)
 
 
 def assert_holds(

@@ -43,6 +43,7 @@ def _choose_package() -> None:
 
 _choose_package()
 
+import devicekit  # noqa: E402
 import profiles  # noqa: E402
 
 
@@ -63,7 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"pagedcache: {_package_dir()}, profile: {profiles.PROFILE}"
+    where = "" if devicekit.ON_CPU else f", device: {devicekit.DEVICE}"
+    return f"pagedcache: {_package_dir()}, profile: {profiles.PROFILE}{where}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from devicekit import host
 
 import pagedcache as pc
 
@@ -78,5 +79,5 @@ def raw_blocks(cache: pc.PagedKVCache, seq: pc.Sequence) -> list[bytes]:
     out = []
     for layer in range(cache.spec.num_layers):
         with seq.views(layer) as views:
-            out += [v.k.tobytes() + v.v.tobytes() for v in views]
+            out += [host(v.k).tobytes() + host(v.v).tobytes() for v in views]
     return out

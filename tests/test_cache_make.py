@@ -11,6 +11,7 @@ import weakref
 import numpy as np
 import pytest
 from cachekit import expected, fill, make_cache, rows, whole
+from devicekit import cpu_memory
 
 import pagedcache as pc
 
@@ -289,6 +290,7 @@ def test_close_is_idempotent_and_handles_raise():
     assert "freed" in repr(seq)
 
 
+@cpu_memory("the NumPy array under a slab")
 def test_storage_goes_with_the_last_view():
     # SPEC F11: close() gives the storage back once no view holds it
     cache = make_cache(8, layers=1)
@@ -360,9 +362,9 @@ def test_repr_is_short_and_true():
     # SPEC F11
     with make_cache(8, B=4, layers=2, fmt=("q8", "q4")) as cache:
         with cache.open(range(9)):
-            text = repr(cache)
+            text, devices = repr(cache), dict.fromkeys(cache.devices)
             assert text == (
-                "<PagedKVCache: 8 blocks of 4 tokens, q8/q4 on cpu, 3 used, "
+                f"<PagedKVCache: 8 blocks of 4 tokens, q8/q4 on {'+'.join(devices)}, 3 used, "
                 f"{pc.sizes.format_size(cache.total_capacity)}>"
             )
     with make_cache(8, storage=None) as cache:

@@ -67,9 +67,9 @@ def _checks() -> Iterator[Check]:
         for k_format, v_format in _MIXED:
             for layout in LAYOUTS:
                 name = f"{function.__name__}/{k_format}+{v_format}/{layout}"
-                yield Check(name, function, (k_format, v_format), layout)
+                yield Check(name, function, (k_format, v_format), layout, True)
     for name in formats:
-        yield Check(f"real_sample/{name}/", sample.real_sample, (name, name))
+        yield Check(f"real_sample/{name}/", sample.real_sample, (name, name), gives_rows=True)
 
 
 def all_checks() -> list[Check]:

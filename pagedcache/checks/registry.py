@@ -11,6 +11,9 @@ import numpy as np
 
 DEVICE_CPU = "cpu"
 
+#: Where the rows lie that a check gives to a cache: in the CPU's memory, or in the device's own.
+HOST, DEVICE = "host", "device"
+
 
 class SkipCheck(Exception):
     """Raised by a check that cannot run here; the message is the reason."""
@@ -31,6 +34,7 @@ class Context:
     v_format: str
     layout: str
     rng: np.random.Generator = field(repr=False, compare=False)
+    arrays: str = HOST
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,18 @@ class Check:
     function: Callable[[Context], str | None]
     formats: tuple[str, ...] = ()
     layout: str = "HND"
+    gives_rows: bool = False
+    """Whether it gives rows to a cache, so that it runs once for each place they can lie in."""
 
-    def run(self, seed: int = 0, device: str = DEVICE_CPU) -> str | None:
+    def arrays(self, device: str) -> tuple[str, ...]:
+        """Where this check's rows can lie on ``device``."""
+        return (HOST, DEVICE) if self.gives_rows and device != DEVICE_CPU else (HOST,)
+
+    def run(self, seed: int = 0, device: str = DEVICE_CPU, arrays: str = HOST) -> str | None:
         """Run once; raises :class:`SkipCheck` or any other exception when it does not pass."""
         rng = np.random.default_rng([seed, zlib.crc32(self.name.encode())])
         k_format, v_format = (*self.formats, *self.formats, "float32", "float32")[:2]
-        context = Context(self.name, seed, device, k_format, v_format, self.layout, rng)
+        context = Context(self.name, seed, device, k_format, v_format, self.layout, rng, arrays)
         return self.function(context)
 
 
@@ -61,15 +71,19 @@ class Outcome:
 
 
 def judge(check: Check, seed: int, device: str) -> Outcome:
-    """Run a check and turn whatever it raises into an :class:`Outcome`."""
-    try:
-        note = check.run(seed, device)
-    except SkipCheck as skip:
-        return Outcome(check.name, "skipped", str(skip))
-    except Exception as error:
-        # A crash inside a check is a failure of the check, never of the whole self-test.
-        detail = f"{type(error).__name__}: {error}"
-        return Outcome(check.name, "failed", detail, traceback.format_exc())
+    """Run a check, for every place its rows can lie in, and turn what it raises into an outcome."""
+    note: str | None = None
+    for arrays in check.arrays(device):
+        try:
+            note = check.run(seed, device, arrays)
+        except SkipCheck as skip:
+            return Outcome(check.name, "skipped", str(skip))
+        except Exception as error:
+            # A crash inside a check is a failure of the check, never of the whole self-test.
+            detail = f"{type(error).__name__}: {error}"
+            if arrays != HOST:
+                detail += f" (rows in the memory of {device})"
+            return Outcome(check.name, "failed", detail, traceback.format_exc())
     return Outcome(check.name, "passed", note or "")
 
 
@@ -82,7 +96,7 @@ def per_format(function: Maker, formats: tuple[str, ...], area: str = "") -> Ite
     area = area or function.__name__
     for name in formats:
         for layout in LAYOUTS:
-            yield Check(f"{area}/{name}/{layout}", function, (name, name), layout)
+            yield Check(f"{area}/{name}/{layout}", function, (name, name), layout, True)
 
 
 def alone(function: Maker, area: str = "") -> Iterator[Check]:

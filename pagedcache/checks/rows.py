@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -10,6 +12,7 @@ from pagedcache.errors import NonFiniteError
 from .block_bytes import block_bytes
 from .bounds import error_bound
 from .compare import equal, raises, require, same_bits
+from .devices import host
 from .reference import saturate
 from .registry import Context
 from .stage import Stage
@@ -26,7 +29,7 @@ def round_trip(context: Context) -> None:
                 stage.append(seq, k[:, done : done + step], v[:, done : done + step])
                 done += step
                 stage.expect(seq, k, v, stop=done)
-            got = seq.gather(1, dtype=np.float32)
+            got = stage.gather(seq, 1, dtype=np.float32)
         for kind, given, read in zip("kv", (k[1], v[1]), got, strict=True):
             inside = np.abs(read - given) <= error_bound(stage.formats[kind], given)
             require(bool(inside.all()), f"{kind}: an error is larger than the format's bound")
@@ -44,10 +47,11 @@ def sources_and_outputs(context: Context) -> None:
                 for layer in range(stage.num_layers):
                     # K as [n, heads * dim]; V as a reversed view of a reversed copy.
                     backwards = np.ascontiguousarray(v[layer, ::-1])[::-1]
-                    seq.append(layer, k[layer].reshape(n, -1), backwards)
+                    flat = k[layer].reshape(n, -1)
+                    seq.append(layer, stage.given(flat), stage.given(backwards))
                 stage.expect(seq, k.astype(np.float32), v.astype(np.float32))
                 for output in dtypes:
-                    got = seq.gather(0, dtype=output)
+                    got = stage.gather(seq, 0, dtype=output)
                     for kind, given, read in zip("kv", (k[0], v[0]), got, strict=True):
                         want = stage.stored(kind, given.astype(np.float32)).astype(output)
                         same_bits(read, want, f"{kind} {source} in, {output} out")
@@ -66,7 +70,7 @@ def block_layout(context: Context) -> None:
                 for view in views:
                     span = slice(view.start, view.start + view.length)
                     for kind, got, rows in (("k", view.k, k), ("v", view.v, v)):
-                        name = stage.formats[kind]
+                        name, got = stage.formats[kind], host(got)
                         want = block_bytes(name, context.layout, rows[layer, span])
                         if got.dtype != np.uint8:  # a float view is head-major in both layouts
                             want = block_bytes(name, "HND", rows[layer, span])
@@ -88,10 +92,10 @@ def gather_ranges(context: Context) -> None:
             for start, stop in np.sort(stage.rng.integers(0, n + 1, (12, 2)), axis=1).tolist():
                 stage.expect(seq, k, v, start, stop)
             shape = (n, stage.num_kv_heads, stage.head_dim)
-            out = np.empty(shape, np.float32), np.empty(shape, np.float32)
+            out: tuple[Any, Any] = tuple(stage.given(np.zeros(shape, np.float32)) for _ in "kv")
             seq.gather(0, out=out, dtype=np.float32)
-            same_bits(out[0], stage.stored("k", k[0]), "K into the caller's array")
-            same_bits(out[1], stage.stored("v", v[0]), "V into the caller's array")
+            same_bits(host(out[0]), stage.stored("k", k[0]), "K into the caller's array")
+            same_bits(host(out[1]), stage.stored("v", v[0]), "V into the caller's array")
 
 
 def store_by_slots(context: Context) -> None:
@@ -103,7 +107,7 @@ def store_by_slots(context: Context) -> None:
         equal(len(slots), sum(counts), "length of the slot mapping")
         k, v = stage.rows(sum(counts))
         for layer in range(stage.num_layers):
-            stage.cache.store(layer, k[layer], v[layer], slots)
+            stage.cache.store(layer, stage.given(k[layer]), stage.given(v[layer]), slots)
         bounds = np.cumsum([0, *counts])
         # The same rows once more in another order, every third one left out, over new values.
         order = stage.rng.permutation(sum(counts))
@@ -111,7 +115,8 @@ def store_by_slots(context: Context) -> None:
         raw[::3] = -1
         new_k, new_v = stage.rows(sum(counts))
         for layer in range(stage.num_layers):
-            stage.cache.store(layer, new_k[layer][order], new_v[layer][order], raw)
+            given = [stage.given(rows[layer][order]) for rows in (new_k, new_v)]
+            stage.cache.store(layer, given[0], given[1], raw)
         kept = order[1::3].tolist() + order[2::3].tolist()
         k[:, kept], v[:, kept] = new_k[:, kept], new_v[:, kept]
         for seq, start, stop in zip(seqs, bounds[:-1], bounds[1:], strict=True):
@@ -134,8 +139,10 @@ def nonfinite(context: Context) -> None:
                 stage.append(seq, bad, v)
                 stage.expect(seq, bad, v)
                 return
-            raises(NonFiniteError, lambda: seq.append(0, bad[0], v[0]), "NaN under 'raise'")
+            first = stage.given(bad[0]), stage.given(v[0])
+            raises(NonFiniteError, lambda: seq.append(0, *first), "NaN under 'raise'")
             equal(seq.num_written, 0, "rows written by a refused append")
             for layer in range(stage.num_layers):
-                seq.append(layer, bad[layer], v[layer], on_nonfinite="saturate")
+                given = stage.given(bad[layer]), stage.given(v[layer])
+                seq.append(layer, *given, on_nonfinite="saturate")
             stage.expect(seq, saturate(bad), v)

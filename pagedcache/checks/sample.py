@@ -11,8 +11,9 @@ import pagedcache
 
 from .bounds import bound_rmse, error_bound, relative_rmse
 from .compare import require, same_bits
+from .devices import host, upload
 from .reference import Floats, read_back
-from .registry import Context, SkipCheck
+from .registry import DEVICE, HOST, Context, SkipCheck
 
 SAMPLE = Path(__file__).resolve().parent.parent / "data" / "smollm2_kv_sample.npz"
 
@@ -33,7 +34,9 @@ def load_sample() -> tuple[Floats, Floats]:
         return data["k"], data["v"]
 
 
-def measure(name: str, k: Floats, v: Floats, device: str = "cpu") -> tuple[Floats, Floats]:
+def measure(
+    name: str, k: Floats, v: Floats, device: str = "cpu", arrays: str = HOST
+) -> tuple[Floats, Floats]:
     """Store K and V in a cache of one format and gather them again, as float32."""
     layers, n, heads, head_dim = k.shape
     spec = pagedcache.CacheSpec(
@@ -43,8 +46,11 @@ def measure(name: str, k: Floats, v: Floats, device: str = "cpu") -> tuple[Float
         with cache.open() as seq:
             parts = []
             for layer in range(layers):
-                seq.append(layer, k[layer], v[layer])
-                parts.append(seq.gather(layer, dtype=np.float32))
+                given = k[layer], v[layer]
+                if arrays == DEVICE:
+                    given = upload(k[layer], device), upload(v[layer], device)
+                seq.append(layer, *given)
+                parts.append([host(part) for part in seq.gather(layer, dtype=np.float32)])
     return np.stack([part[0] for part in parts]), np.stack([part[1] for part in parts])
 
 
@@ -52,7 +58,7 @@ def real_sample(context: Context) -> str:
     """Real keys and values keep the format's bound; the note shows measured and allowed error."""
     name = context.k_format
     given = load_sample()
-    got = measure(name, *given, device=context.device)
+    got = measure(name, *given, context.device, context.arrays)
     notes = []
     for kind, rows, read in zip("KV", given, got, strict=True):
         same_bits(read, read_back(name, rows), kind)

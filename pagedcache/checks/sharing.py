@@ -77,7 +77,7 @@ def prefix_hit(context: Context) -> None:
             stage.expect(seq, k, v, stop=3 * size)
             rest = stage.fill(seq)
             stage.expect(seq, k, v, stop=3 * size)
-            got = seq.gather(0, 3 * size, dtype=np.float32)
+            got = stage.gather(seq, 0, 3 * size, dtype=np.float32)
             require(got[0].shape[0] == rest[0].shape[1], "rows behind the hit")
         # Cached in full: only the last token is left to compute, and its row is private.
         with stage.cache.open(prompt[: 3 * size], salt=b"a") as seq:
@@ -128,14 +128,15 @@ def defragment(context: Context) -> None:
         stage.cache.reset_prefix_cache()
         kept = live[1::2]
         kept.append((kept[0][0].fork(), *kept[0][1:]))
-        raw = [[part.tobytes() for part in seq.gather(1)] for seq, _, _ in kept]
+        raw = [[part.tobytes() for part in stage.gather(seq, 1)] for seq, _, _ in kept]
         moved = stage.cache.defragment()
         require(moved > 0, "nothing moved")
         stage.whole()
         equal(stage.cache.fragmentation().holes, 0, "holes after defragment")
         for (seq, k, v), before in zip(kept, raw, strict=True):
             stage.expect(seq, k, v)
-            equal([part.tobytes() for part in seq.gather(1)], before, "bytes after the move")
+            after = [part.tobytes() for part in stage.gather(seq, 1)]
+            equal(after, before, "bytes after the move")
         for seq, _, _ in kept:
             seq.free()
         stage.unused()

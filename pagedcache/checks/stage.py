@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 import pagedcache
 
 from .compare import equal, same_bits
+from .devices import host, upload
 from .reference import Floats, read_back
-from .registry import Context
+from .registry import DEVICE, Context
 
 # (num_kv_heads, head_dim): whole groups, padded last groups, one head, many heads.
 _SHAPES = ((3, 64), (2, 80), (1, 33), (8, 32), (2, 96), (5, 16))
@@ -24,6 +25,7 @@ class Stage:
     def __init__(self, context: Context, num_blocks: int = 32, **options: Any) -> None:
         rng = context.rng
         self.rng = rng
+        self.device, self.arrays = context.device, context.arrays
         self.formats = {"k": context.k_format, "v": context.v_format}
         self.num_layers = 2
         self.num_kv_heads, self.head_dim = _SHAPES[int(rng.integers(len(_SHAPES)))]
@@ -62,10 +64,14 @@ class Stage:
         k, v = self.rng.standard_normal((2, *shape), dtype=np.float32) * amplitude
         return k, v
 
+    def given(self, rows: NDArray[Any]) -> Any:
+        """Rows as they are handed to the cache: themselves, or copied to the device's memory."""
+        return upload(rows, self.device) if self.arrays == DEVICE else rows
+
     def append(self, seq: Any, k: Floats, v: Floats) -> None:
         """Append the rows at every layer."""
         for layer in range(self.num_layers):
-            seq.append(layer, k[layer], v[layer])
+            seq.append(layer, self.given(k[layer]), self.given(v[layer]))
 
     def fill(self, seq: Any) -> tuple[Floats, Floats]:
         """Append random rows for all opened tokens that are not computed yet, and commit them."""
@@ -79,13 +85,17 @@ class Stage:
         """What rows of K ("k") or V ("v") read back as."""
         return read_back(self.formats[kind], rows)
 
+    def gather(self, seq: Any, layer: int, *args: Any, **options: Any) -> list[NDArray[Any]]:
+        """``seq.gather`` of the same arguments, in the CPU's memory."""
+        return [host(part) for part in seq.gather(layer, *args, **options)]
+
     def expect(
         self, seq: Any, k: Floats, v: Floats, start: int = 0, stop: int | None = None
     ) -> None:
         """Every layer of a sequence gathers exactly what rows ``start`` to ``stop`` store as."""
         stop = k.shape[1] if stop is None else stop
         for layer in range(self.num_layers):
-            got_k, got_v = seq.gather(layer, start, stop, dtype=np.float32)
+            got_k, got_v = self.gather(seq, layer, start, stop, dtype=np.float32)
             same_bits(got_k, self.stored("k", k[layer, start:stop]), f"layer {layer} K")
             same_bits(got_v, self.stored("v", v[layer, start:stop]), f"layer {layer} V")
 

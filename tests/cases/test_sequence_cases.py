@@ -17,6 +17,7 @@ from cachekit import (
     whole,
     write,
 )
+from devicekit import host
 
 import pagedcache as pc
 from pagedcache.errors import (
@@ -41,7 +42,7 @@ def test_fork_at_a_part_filled_block(fmt, layout, child_first):
     cache = make_cache(8, B=B, layers=2, heads=2, dim=8, fmt=fmt, layout=layout)
     parent = cache.open(range(100, 106))
     fill(cache, parent, range(1, 7))
-    raw_before = [bytes(v.k.tobytes() + v.v.tobytes()) for v in parent.views(1)]
+    raw_before = [host(v.k).tobytes() + host(v.v).tobytes() for v in parent.views(1)]
     child = parent.fork()
     assert cache.stats().cow_copies == 0
     assert child.block_table.tolist() == parent.block_table.tolist()
@@ -57,7 +58,7 @@ def test_fork_at_a_part_filled_block(fmt, layout, child_first):
     assert_holds(cache, child, [1, 2, 3, 4, 5, 6, 50])
     assert (parent.seq_len, child.seq_len) == (7, 7)
     with parent.views(1, 0, 6) as views:
-        raw_after = [bytes(v.k.tobytes() + v.v.tobytes()) for v in views]
+        raw_after = [host(v.k).tobytes() + host(v.v).tobytes() for v in views]
     if fmt in ("float32", "float16", "bfloat16"):
         assert raw_after == raw_before
     parent.free()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 from cachemodel import FORMATS, MARKS, HitModel, Model, tables
+from devicekit import host, placement
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -80,7 +81,9 @@ class CacheMachine(HitModel, RuleBasedStateMachine):
             layout=layout,
         )
         partial = min(partial, block_size)
-        self.cache = pc.PagedKVCache(spec, num_blocks, partial_block_reuse=partial)
+        self.cache = pc.PagedKVCache(
+            spec, num_blocks, partial_block_reuse=partial, device=placement(layers)
+        )
         self.B, self.layers, self.partial, self.total = block_size, layers, partial, num_blocks
         self.k, self.v, self.k_read, self.v_read = tables(*fmt)
         self.dense = not spec.k_format.is_quantized and not spec.v_format.is_quantized
@@ -450,13 +453,13 @@ class CacheMachine(HitModel, RuleBasedStateMachine):
             for layer in range(self.layers):
                 marks = model.marks[layer]
                 k, v = seq.gather(layer, 0, model.end(layer), dtype=np.float32)
-                assert np.array_equal(k, self.k_read[marks])
-                assert np.array_equal(v, self.v_read[marks])
+                assert np.array_equal(host(k), self.k_read[marks])
+                assert np.array_equal(host(v), self.v_read[marks])
         for _, arrays, marks, first in self.held:
             for k, v, start, length in arrays:
                 part = marks[start - first : start - first + length]
-                assert np.array_equal(k[0].astype(np.float32), self.k_read[part][:, 0])
-                assert np.array_equal(v[0].astype(np.float32), self.v_read[part][:, 0])
+                for array, read in ((k, self.k_read), (v, self.v_read)):
+                    assert np.array_equal(host(array)[0].astype(np.float32), read[part][:, 0])
 
     def teardown(self):
         cache = self.cache

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cachekit import by_profile, empty, expected, make_cache, rows
+from cachekit import by_profile, empty, expected, make_cache, read, rows
+from devicekit import host
 from threadkit import SECONDS, THREADS, run_threads
 
 import pagedcache as pc
@@ -170,7 +171,7 @@ class Worker:
     def verify(self, seq: pc.Sequence, marks: list[int]) -> None:
         spec = self.cache.spec
         for layer in range(spec.num_layers):
-            k, v = seq.gather(layer, 0, len(marks), dtype=np.float32)
+            k, v = read(seq, layer, 0, len(marks))
             want_k, want_v = expected(spec, layer, marks)
             assert np.array_equal(k, want_k)
             assert np.array_equal(v, want_v)
@@ -220,7 +221,7 @@ class Worker:
                 want = expected(spec, 0, marks)[0]
                 for _ in range(3):
                     for k, start, length in shown:
-                        got = k.transpose(1, 0, 2).astype(np.float32)
+                        got = host(k).transpose(1, 0, 2).astype(np.float32)
                         assert np.array_equal(got, want[start : start + length])
         elif action < 0.87:
             cache.defragment()
@@ -245,7 +246,7 @@ class Worker:
         """The marks another thread wrote, the same in every layer, in K and in V."""
         if not hit:
             return []
-        k, _ = seq.gather(0, 0, hit, dtype=np.float32)
+        k, _ = read(seq, 0, 0, hit)
         marks = np.rint(k[:, 0, 0] / 64).astype(int).tolist()
         self.verify(seq, marks)
         return marks
@@ -294,7 +295,7 @@ def test_readers_of_one_handle_see_committed_states():
         while not stop.is_set():
             n = seq.seq_len
             try:
-                k, v = seq.gather(1, 0, n)
+                k, v = read(seq, 1, 0, n)
                 table = seq.block_table
                 list(seq.views(0, 0, n))
             except PagedCacheError:
