@@ -34,6 +34,16 @@ def host(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
+def overwrite(array: Any, values: np.ndarray) -> None:
+    """Copy C-contiguous values over all of a C-contiguous device array."""
+    from pagedcache._cuda.driver import get_device
+
+    assert values.flags.c_contiguous and values.nbytes == array.nbytes
+    device = get_device(int(array.device.partition(":")[2]))
+    device.call("pc_cuda_copy", array.address, values.ctypes.data, values.nbytes, None)
+    device.call("pc_cuda_stream_synchronize", None)
+
+
 def cpu_memory(what: str) -> Any:
     """Mark of a test that is about the CPU's memory itself."""
     return pytest.mark.skipif(not ON_CPU, reason=f"about the CPU's memory: {what}")

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import reference_formats as formats
+from devicekit import ON_CPU, host, overwrite
 from numpy.typing import NDArray
 from reference_storage import KINDS, ReferenceStorage
 
@@ -23,8 +24,18 @@ FORMATS = formats.ALL
 QUANTIZED = formats.QUANTIZED
 
 
+def make_storage(spec: CacheSpec, num_blocks: int, slabs: Any = None) -> Any:
+    """A storage on the tests' device; adopted arrays are the CPU's."""
+    if ON_CPU or slabs is not None:
+        return CpuStorage(spec, num_blocks, slabs)
+    from pagedcache._cuda.driver import get_device
+    from pagedcache.storage.cuda import CudaStorage
+
+    return CudaStorage(get_device(0), spec, num_blocks)
+
+
 class Pair:
-    """A CpuStorage and a ReferenceStorage that are told the same."""
+    """A storage and a ReferenceStorage that are told the same."""
 
     def __init__(
         self,
@@ -43,7 +54,7 @@ class Pair:
         self.spec = CacheSpec(
             layers, heads, dim, block_size, k_format=k_format, v_format=v_format, layout=layout
         )
-        self.storage = CpuStorage(self.spec, num_blocks, slabs)
+        self.storage = make_storage(self.spec, num_blocks, slabs)
         self.reference = ReferenceStorage(
             layers, heads, dim, block_size, k_format, v_format, layout, num_blocks
         )
@@ -53,7 +64,7 @@ class Pair:
         for kind in KINDS:
             self.reference.blocks[kind][:] = byte
             for layer in range(self.spec.num_layers):
-                raw_slab(self.storage, layer, kind)[:] = byte
+                write_slab(self.storage, layer, kind, byte)
 
     def store(self, layer: int, k: Array, v: Array, slots: Any, policy: str = "raise") -> None:
         slots = np.asarray(slots, np.int64)
@@ -80,15 +91,25 @@ class Pair:
                 )
 
 
-def raw_slab(storage: CpuStorage, layer: int, kind: Any) -> NDArray[np.uint8]:
-    """Return a slab's blocks as uint8 [num_blocks, block_nbytes], writable, not copied."""
+def raw_slab(storage: Any, layer: int, kind: Any) -> NDArray[np.uint8]:
+    """Return a slab's blocks as uint8 [num_blocks, block_nbytes]: on the CPU the memory itself,
+    writable, else a copy."""
     slab = storage.slab_array(layer, kind, writable=True)
-    raw = slab.reshape(len(slab), -1).view(np.uint8)
-    assert np.shares_memory(raw, slab)
+    raw = host(slab).reshape(len(slab), -1).view(np.uint8)
+    assert not isinstance(slab, np.ndarray) or np.shares_memory(raw, slab)
     return raw
 
 
-def snapshot(storage: CpuStorage) -> list[bytes]:
+def write_slab(storage: Any, layer: int, kind: Any, values: Any) -> None:
+    """Set every byte of a slab's blocks, with NumPy's broadcasting to raw_slab's shape."""
+    raw = raw_slab(storage, layer, kind)
+    raw[...] = values
+    slab = storage.slab_array(layer, kind, writable=True)
+    if not isinstance(slab, np.ndarray):
+        overwrite(slab, raw)
+
+
+def snapshot(storage: Any) -> list[bytes]:
     """Return every stored byte, for "nothing has changed"."""
     return [
         raw_slab(storage, layer, kind).tobytes()

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from devicekit import cpu_memory
 from reference_storage import KINDS
 from storagekit import FORMATS, LAYOUTS, QUANTIZED, Pair, raw_slab
 
 from pagedcache.errors import DeviceError, FormatError, InvalidArgumentError, ShapeError
 from pagedcache.spec import CacheSpec
 from pagedcache.storage import CpuStorage
+
+pytestmark = cpu_memory("NumPy arrays adopted as slabs")
 
 
 def block_shape(spec: CacheSpec, kind: str) -> tuple[tuple[int, ...], Any]:

@@ -6,12 +6,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from devicekit import host
 from reference_storage import KINDS
-from storagekit import FORMATS, LAYOUTS, QUANTIZED, Pair, raw_slab, snapshot
+from storagekit import (
+    FORMATS,
+    LAYOUTS,
+    QUANTIZED,
+    Pair,
+    make_storage,
+    raw_slab,
+    snapshot,
+    write_slab,
+)
 
 from pagedcache.errors import BlockError, InvalidPositionError, ShapeError, SlotError
 from pagedcache.spec import CacheSpec
-from pagedcache.storage import CpuStorage
 
 
 def mixed_pair(fmt: str, layout: str, **sizes: Any) -> Pair:
@@ -65,7 +74,7 @@ def test_one_token_moves_its_quants_and_scale(fmt: str, layout: str) -> None:
     x = np.ones((3, 2, 64), np.float32) * np.array([1, 10, 100], np.float32)[:, None, None]
     pair.store(0, x, -x, [4, 5, 6])
     pair.storage.copy_tokens(np.array([5]), np.array([15]))
-    k, v = pair.storage.gather(0, np.array([3, 1], np.int32), 0, 8, np.float32)
+    k, v = map(host, pair.storage.gather(0, np.array([3, 1], np.int32), 0, 8, np.float32))
     for values, sign in ((k, 1), (v, -1)):
         tokens = sign * np.abs(values).max(axis=(1, 2)) * np.sign(values[:, 0, 0])
         np.testing.assert_allclose(tokens, [0, 0, 0, 10, 1, 10, 100, 0], rtol=1e-3)
@@ -107,9 +116,9 @@ def test_moved_blocks(fmt: str, layout: str) -> None:
 
 # SPEC 7: bad ids, slots and counts are refused before any byte moves.
 def test_refused_copies_change_nothing() -> None:
-    storage = CpuStorage(CacheSpec(2, 2, 32, 4, "q8"), 3)
+    storage = make_storage(CacheSpec(2, 2, 32, 4, "q8"), 3)
     for kind in KINDS:
-        raw_slab(storage, 0, kind)[:] = np.arange(3, dtype=np.uint8)[:, None]
+        write_slab(storage, 0, kind, np.arange(3, dtype=np.uint8)[:, None])
     before = snapshot(storage)
 
     def ints(*values: int) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cachekit import make_cache
+from devicekit import cpu_memory
 from faultkit import PROMPT, B, World
 
 import pagedcache as pc
@@ -61,6 +62,7 @@ def test_nothing_leaks_when_everything_goes():
         assert alloc.live() == live
 
 
+@cpu_memory("NumPy's own allocations")
 def test_no_memory_for_the_slabs(monkeypatch):
     # SPEC F11
     from pagedcache.storage import slabs

@@ -32,8 +32,6 @@ COPIERS: dict[str, Operation] = {
 def test_a_copy_that_fails_changes_nothing(name, monkeypatch):
     # TRAP 12
     # SPEC F23 F28
-    from pagedcache.storage import CpuStorage
-
     world = World()
     before = world.shot(flows=False)
 
@@ -41,7 +39,7 @@ def test_a_copy_that_fails_changes_nothing(name, monkeypatch):
         raise Broken
 
     with monkeypatch.context() as patch:
-        patch.setattr(CpuStorage, "copy_blocks", broken)
+        patch.setattr(type(world.cache._storage), "copy_blocks", broken)
         with pytest.raises(Broken):
             COPIERS[name](world)
     world.keep.clear()
@@ -54,8 +52,6 @@ def test_a_copy_that_fails_changes_nothing(name, monkeypatch):
 
 def test_a_move_that_fails_changes_nothing(monkeypatch):
     # SPEC F19 F23
-    from pagedcache.storage import CpuStorage
-
     world = World()
     before = world.shot()
 
@@ -67,7 +63,7 @@ def test_a_move_that_fails_changes_nothing(monkeypatch):
         lambda: world.cache.compact_sequence(world.child),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(CpuStorage, "move_blocks", broken)
+            patch.setattr(type(world.cache._storage), "move_blocks", broken)
             try:
                 call()
                 assert world.shot() == before  # nothing was to be moved
@@ -83,8 +79,6 @@ def test_a_move_that_fails_changes_nothing(monkeypatch):
 
 def test_a_store_that_fails_advances_nothing(monkeypatch):
     # SPEC F24
-    from pagedcache.storage import CpuStorage
-
     world = World()
     k, v = rows(world.cache.spec, 0, [91])
 
@@ -92,7 +86,7 @@ def test_a_store_that_fails_advances_nothing(monkeypatch):
         raise Broken
 
     with monkeypatch.context() as patch:
-        patch.setattr(CpuStorage, "store", broken)
+        patch.setattr(type(world.cache._storage), "store", broken)
         with pytest.raises(Broken):
             world.child.append(0, k, v)
         with pytest.raises(Broken):
