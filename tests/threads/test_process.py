@@ -12,12 +12,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from cachekit import empty, make_cache, rows
+from devicekit import cpu_memory
 from threadkit import SECONDS, run_threads
 
 import pagedcache as pc
 from pagedcache.errors import ForkedProcessError, OutOfBlocksError
 
 
+@cpu_memory("the time its copies take")
 def test_the_gil_is_released_while_bytes_move():
     # SPEC F34
     cache = make_cache(2_048, B=16, heads=8, dim=128, fmt="float32")
@@ -127,7 +129,7 @@ def test_use_in_a_forked_child_is_refused():
                     break
                 except ForkedProcessError:
                     pass
-            own = make_cache(4, B=4)  # a new cache in the child works
+            own = make_cache(4, B=4, device="cpu")  # a new cache in the child works
             with own.open(range(5)) as mine:
                 mine.append(0, *rows(own.spec, 0, range(1, 6)))
                 mine.commit(5)
