@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pagedcache.errors import BlockError as BlockError
     from pagedcache.errors import CopyRefusedError as CopyRefusedError
     from pagedcache.errors import CorruptionError as CorruptionError
+    from pagedcache.errors import CudaCallError as CudaCallError
     from pagedcache.errors import CudaUnavailableError as CudaUnavailableError
     from pagedcache.errors import DeviceError as DeviceError
     from pagedcache.errors import ForkedProcessError as ForkedProcessError
@@ -73,11 +74,11 @@ _NAMES = {
     "batches": "PageTable",
     "bookkeeping": "BlockPool SlotMapping",
     "cache": "PagedKVCache",
-    "errors": "BlockError CopyRefusedError CorruptionError CudaUnavailableError DeviceError "
-    "ForkedProcessError FormatError FreedHandleError InvalidArgumentError InvalidPositionError "
-    "NonFiniteError OutOfBlocksError PagedCacheError PendingCopyError PrefixNotFoundError "
-    "ReentrantCallError SequenceNotFoundError SequenceTooLongError ShapeError SlotError "
-    "StaleMappingError StorageMemoryError",
+    "errors": "BlockError CopyRefusedError CorruptionError CudaCallError CudaUnavailableError "
+    "DeviceError ForkedProcessError FormatError FreedHandleError InvalidArgumentError "
+    "InvalidPositionError NonFiniteError OutOfBlocksError PagedCacheError PendingCopyError "
+    "PrefixNotFoundError ReentrantCallError SequenceNotFoundError SequenceTooLongError ShapeError "
+    "SlotError StaleMappingError StorageMemoryError",
     "formats": "FORMATS KVFormat get_format",
     "hashing": "compute_block_hash compute_block_hashes compute_prefix_hash",
     "prefix_cache": "PrefixCache",

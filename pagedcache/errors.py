@@ -74,13 +74,16 @@ class OutOfBlocksError(PagedCacheError, MemoryError):
 
 
 class StorageMemoryError(PagedCacheError, MemoryError):
-    """Memory for storage or bookkeeping could not be had; nothing was taken."""
+    """Memory for storage or bookkeeping could not be had; nothing was taken.
+
+    ``nbytes`` is 0 where CUDA ran out of memory in a call that does not say how much it wanted.
+    """
 
     def __init__(self, nbytes: int, what: str) -> None:
         self.nbytes, self.what = int(nbytes), what
+        amount = f"{self.nbytes:,} bytes" if self.nbytes else "memory"
         super().__init__(
-            f"could not allocate {self.nbytes:,} bytes for {what}; "
-            "use fewer or smaller blocks, or free memory"
+            f"could not allocate {amount} for {what}; use fewer or smaller blocks, or free memory"
         )
         self._init_args = (nbytes, what)
 
@@ -246,6 +249,46 @@ class FormatError(_ExpectedGotError, ValueError, TypeError):
 
 class DeviceError(_ExpectedGotError, RuntimeError):
     """An array or a layer is on another device than the call needs."""
+
+
+# What to do about CUDA's own codes; a code without an entry gets the last words.
+_BROKEN = (
+    "no call on this device can succeed any more in this process: start a new one, and look for "
+    "the kernel at fault with compute-sanitizer"
+)
+_CUDA_CURES = {
+    1: "one of the arguments is not usable: a freed buffer, host memory, or too large a size",
+    2: "free memory on the device, or use fewer or smaller blocks",
+    35: "install an NVIDIA driver that is new enough for the CUDA version of the library",
+    100: "make a GPU visible: see nvidia-smi and CUDA_VISIBLE_DEVICES",
+    101: "ask for a device that is there: see nvidia-smi and CUDA_VISIBLE_DEVICES",
+    201: "the context of the device is gone: do not reset the device or detach its context",
+    209: "build the library for this GPU's architecture (PAGEDCACHE_CUDA=on)",
+    222: "install a newer NVIDIA driver, or build the library with an older CUDA toolkit",
+    400: "a stream or an event was destroyed, or belongs to another device: keep streams alive "
+    "while a cache uses them",
+    **dict.fromkeys((214, 220, 226, 700, 702, 709, 710, 721, 810, 911), _BROKEN),
+    **dict.fromkeys(range(714, 720), _BROKEN),
+    **dict.fromkeys(range(900, 909), "make this call before or after the capture of the stream"),
+}
+_LAST_WORDS = "the documentation of CUDA says more about this code"
+
+
+class CudaCallError(DeviceError):
+    """A call of CUDA failed.
+
+    ``call``: the function that reported it; work queued earlier may be at fault. ``code``,
+    ``name`` and ``text``: CUDA's own words. ``cure``: what to do.
+    """
+
+    def __init__(self, call: str, code: int, name: str, text: str) -> None:
+        self.call, self.code, self.name, self.text = call, int(code), name, text
+        self.cure = _CUDA_CURES.get(self.code, _LAST_WORDS)
+        super().__init__("success", f"{name} ({self.code}): {text}", call)
+        self._init_args = (call, code, name, text)
+
+    def __str__(self) -> str:
+        return f"{self.call} failed with {self.got}; {self.cure}"
 
 
 class NonFiniteError(PagedCacheError, ValueError):

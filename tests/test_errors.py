@@ -109,6 +109,21 @@ TABLE: dict[str, tuple[tuple[object, ...], dict[str, object], tuple[type, ...], 
         (ValueError,),
         ["k", "inf", "65", "saturate"],
     ),
+    "CudaCallError": (
+        ("cuMemAlloc", 999, "CUDA_ERROR_UNKNOWN", "unknown error"),
+        {
+            "call": "cuMemAlloc",
+            "code": 999,
+            "name": "CUDA_ERROR_UNKNOWN",
+            "text": "unknown error",
+            "cure": "the documentation of CUDA says more about this code",
+            "expected": "success",
+            "got": "CUDA_ERROR_UNKNOWN (999): unknown error",
+            "what": "cuMemAlloc",
+        },
+        (RuntimeError,),
+        ["cuMemAlloc failed with CUDA_ERROR_UNKNOWN (999): unknown error", "documentation"],
+    ),
     "CudaUnavailableError": (
         ("no driver: install one",),
         {"reason": "no driver: install one"},
@@ -175,6 +190,31 @@ def test_key_errors_read_like_sentences() -> None:
     """A plain KeyError shows the repr of its message."""
     assert str(errors.SequenceNotFoundError(3)) == "no live sequence has id 3; ids are never reused"
     assert str(errors.PrefixNotFoundError("of 2 tokens")) == "prefix of 2 tokens: no entry has it"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (2, "free memory on the device"),
+        (400, "keep streams alive"),
+        (700, "start a new one"),
+        (719, "compute-sanitizer"),
+        (906, "before or after the capture"),
+    ],
+)
+def test_a_failed_cuda_call_says_what_to_do(code: int, words: str) -> None:  # SPEC F46
+    error = errors.CudaCallError("pc_cuda_store", code, "cudaErrorSomething", "something")
+    assert words in error.cure
+    assert str(error) == (
+        f"pc_cuda_store failed with cudaErrorSomething ({code}): something; {error.cure}"
+    )
+    assert isinstance(error, errors.DeviceError)
+
+
+def test_out_of_memory_without_a_size() -> None:  # SPEC F46
+    error = errors.StorageMemoryError(0, "the work of pc_cuda_load on cuda:0")
+    assert error.nbytes == 0
+    assert str(error).startswith("could not allocate memory for the work of pc_cuda_load on cuda:0")
 
 
 def test_optional_arguments() -> None:
