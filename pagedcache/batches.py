@@ -11,7 +11,7 @@ from pagedcache.arguments import as_count, as_flag, as_layer
 from pagedcache.arrays import as_slots, as_tokens
 from pagedcache.bookkeeping import SlotMapping
 from pagedcache.errors import InvalidArgumentError, shown
-from pagedcache.sequence import Sequence, states_of
+from pagedcache.sequence import Sequence, listed, states_of
 
 if TYPE_CHECKING:
     from pagedcache.spec import CacheSpec
@@ -36,19 +36,34 @@ class BatchPaths:
     spec: CacheSpec
     _ledger: Any
     _storage: Any
+    _movers: Any
+    _on_device: bool
+    _queue: Any
+    _ready: Any
+    _settle: Any
 
-    def prepare(self, seqs: Iterable[Sequence], counts: Any) -> SlotMapping:
+    def prepare(
+        self, seqs: Iterable[Sequence], counts: Any, *, stream: Any = None
+    ) -> SlotMapping:
         """Make the next ``counts[i]`` positions of every ``seqs[i]`` writable, in one step.
 
         Grows the tables and copies shared or cached blocks in the write ranges (copy-on-write),
         all or nothing. Returns one checked ``SlotMapping`` (int64, ``sum(counts)`` slots in the
-        order of ``seqs``) that serves every layer, until blocks move or change hands.
+        order of ``seqs``) that serves every layer, until blocks move or change hands. On a GPU the
+        sequences' blocks are then safe on ``stream``, to be read and written there, by kernels of
+        your own too.
 
         Raises ``OutOfBlocksError``, ``SequenceTooLongError`` or ``InvalidArgumentError`` (a
         sequence given twice or of another cache, counts that do not match) with nothing changed.
         """
+        seqs = seqs if isinstance(seqs, (list, tuple)) else listed(seqs)
         states = states_of(seqs)
-        mapping: SlotMapping = self._ledger.prepare(states, _as_list(counts, "counts"))
+        queue = self._queue(stream)
+        mapping: SlotMapping = self._movers.run(
+            queue, self._ledger.prepare, states, _as_list(counts, "counts")
+        )
+        if queue is not None:
+            self._ready(seqs, mapping.slots, queue)
         return mapping
 
     def store(
@@ -58,6 +73,8 @@ class BatchPaths:
         v: Any,
         slot_mapping: SlotMapping | Any,
         on_nonfinite: str | None = None,
+        *,
+        stream: Any = None,
     ) -> None:
         """Write K and V of many tokens of one layer: token ``i`` goes to ``slot_mapping[i]``.
 
@@ -66,26 +83,49 @@ class BatchPaths:
         is what ``prepare`` returned, or int64 slots of the caller's own (-1 skips a token), which
         are checked in full each time.
 
+        For a layer on a GPU, ``k`` and ``v`` lie both on it or both on the host, and the work is
+        queued on ``stream``. Slots may lie there too (int64, contiguous): nobody can check those
+        on the host, so you vouch for them (they were prepared, nobody shares them); slots outside
+        the pool are skipped and reported by ``synchronize()``. With device arrays throughout, and
+        a float format or ``"saturate"``, only kernels are queued, so that the call can be captured
+        into a CUDA graph.
+
         Raises, before any byte is written, ``ShapeError``, ``FormatError`` (also with
         ``storage=None``), ``DeviceError``, ``NonFiniteError``, ``StaleMappingError`` (blocks
         moved or changed hands since ``prepare``), ``SlotError`` (out of range, given twice, in a
         shared, cached or free block) or ``PendingCopyError``.
         """
         storage, ledger = self._storage, self._ledger
+        queue = self._queue(stream)
         layer = as_layer(layer, self.spec.num_layers)
         prepared = isinstance(slot_mapping, SlotMapping)
+        if not prepared and queue is not None:
+            raw = storage.device_slots(slot_mapping, "slot_mapping")
+            if raw is not None:
+                k, v = storage.check_rows(layer, k, v, len(raw), on_nonfinite, queue)
+                storage.store_raw(layer, k, v, raw, on_nonfinite, queue)
+                return
         slots = slot_mapping if prepared else as_slots(slot_mapping, "slot_mapping")
-        k, v = storage.check_rows(layer, k, v, len(slots), on_nonfinite)
+        k, v = storage.check_rows(layer, k, v, len(slots), on_nonfinite, queue)
         with ledger.pin_mapping(slots) if prepared else ledger.pin_slots(slots) as pin:
-            storage.store(layer, k, v, pin.slots, on_nonfinite)
+            storage.store(
+                layer, k, v, pin.slots, on_nonfinite, queue, slots if prepared else None
+            )
 
-    def commit(self, seqs: Iterable[Sequence], counts: Any) -> None:
+    def commit(
+        self, seqs: Iterable[Sequence], counts: Any, *, stream: Any = None
+    ) -> None:
         """``seq.commit(counts[i])`` for every ``seqs[i]`` in one step, all or nothing.
 
-        Errors as for ``Sequence.commit``, and ``InvalidArgumentError`` for a sequence given twice
-        or of another cache and for counts that do not match.
+        ``stream`` and errors as for ``Sequence.commit``, and ``InvalidArgumentError`` for a
+        sequence given twice or of another cache and for counts that do not match.
         """
-        self._ledger.commit_many(states_of(seqs), _as_list(counts, "counts"))
+        states, amounts = states_of(seqs), _as_list(counts, "counts")
+        if (self._on_device or stream is not None) and len(amounts) == len(states):
+            numbers = [as_count(amount, "counts") for amount in amounts]
+            ends = [state.seq_len + n for state, n in zip(states, numbers, strict=True)]
+            self._settle(states, ends, stream)
+        self._ledger.commit_many(states, amounts)
 
     def append_tokens(
         self, seqs: Iterable[Sequence], tokens: Any, counts: Any = None

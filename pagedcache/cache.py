@@ -24,17 +24,19 @@ from pagedcache.guards import NO_STORAGE, Gone, NoCopy, freed
 from pagedcache.handles import Handles
 from pagedcache.hashing import encode_root, validate_extra_keys
 from pagedcache.ids import IdStyle
+from pagedcache.movers import Movers
+from pagedcache.ordering import Ordering
 from pagedcache.placement import resolve_num_blocks, resolve_placement
 from pagedcache.sequence import Sequence
 from pagedcache.sizes import format_size
 from pagedcache.spec import CacheSpec
-from pagedcache.storage import CpuStorage
+from pagedcache.storage import make_storage
 from pagedcache.upkeep import Upkeep
 
 _NO_KEYS: Any = ()  # the default of extra_keys
 
 
-class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
+class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep, Ordering):
     """K and V of many sequences in fixed-size blocks of one pool, all taken at the start.
 
     ``spec``: a ``CacheSpec``. Exactly one of ``num_blocks`` and ``memory`` (bytes, a text like
@@ -43,9 +45,17 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
     ``"pagedcache"`` says it (level INFO) before it is taken, and so does the error when it cannot
     be had.
 
-    ``device``: ``"cpu"``, or a list with one device per layer. ``storage``: ``"own"`` allocates;
-    ``None`` keeps ids, tables and prefixes only, for engines that own their tensors (see
-    ``take_block_copies``); ``(k_slabs, v_slabs)`` adopts the caller's arrays, one per layer.
+    ``device``: ``"cpu"``, ``"cuda"`` (the first GPU), ``"cuda:N"``, or a list with one device per
+    layer. ``storage``: ``"own"`` allocates; ``None`` keeps ids, tables and prefixes only, for
+    engines that own their tensors (see ``take_block_copies``); ``(k_slabs, v_slabs)`` adopts the
+    caller's arrays, one per layer, on the layer's device.
+
+    With layers on a GPU, work is queued on the ``stream=`` of each call: an int handle, a stream
+    of PyCUDA, torch, CuPy or cuda.core, None for the default stream, or, with several GPUs, a
+    mapping from device names to streams. A call makes what it returns and what it was given safe
+    to use on that stream, whatever other streams did with the same blocks; nothing waits on the
+    host. Kernels of your own are told by ``stream=`` of ``commit``, ``free`` and ``truncate`` or
+    by ``record_use``.
 
     ``partial_block_reuse``: least number of tokens of a partly matching block worth copying, at
     most ``block_size``; by default a quarter of a block. 0 takes whole blocks only. Even then the
@@ -78,6 +88,7 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
         self._ledger: Any = freed("this cache")
         self._storage: Any = freed("this cache")
         self._handles = Handles()
+        self._on_device = False
         if not isinstance(spec, CacheSpec):
             raise InvalidArgumentError(f"spec must be a CacheSpec, got {type(spec).__name__}")
         self.spec = spec
@@ -85,7 +96,8 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
         self.num_blocks = resolve_num_blocks(spec, self._placement, num_blocks, memory)
         partial = _check_policies(spec, partial_block_reuse, eviction)
         bytes_kept = self._make_storage(storage)
-        movers = _Movers(bytes_kept)
+        self._on_device = bytes_kept is not None and bytes_kept.ordered
+        movers = Movers([] if bytes_kept is None else [bytes_kept])
         self._movers = movers
         self._ledger = Ledger(
             self.num_blocks,
@@ -96,23 +108,26 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
             mover=None if bytes_kept is None else movers.copy,
             move_mover=None if bytes_kept is None else movers.move,
             deferred_copies=bytes_kept is None,
+            queued=self._on_device,
             hash_mask=self._hash_mask,
         )
         self._storage = NO_STORAGE if bytes_kept is None else bytes_kept
 
-    def _make_storage(self, storage: Any) -> CpuStorage | None:
+    def _make_storage(self, storage: Any) -> Any:
         if storage is None:
             return None
         if isinstance(storage, str):
             if storage != "own":
                 raise FormatError('"own", None or (k_slabs, v_slabs)', shown(storage), "storage")
             _announce(self.spec.storage_nbytes(self.num_blocks), self.num_blocks)
-            return CpuStorage(self.spec, self.num_blocks)
+            return make_storage(self.spec, self.num_blocks, self._placement.devices)
         if not isinstance(storage, (tuple, list)) or len(storage) != 2:
             raise FormatError(
                 '"own", None or (k_slabs, v_slabs)', type(storage).__name__, "storage"
             )
-        return CpuStorage(self.spec, self.num_blocks, slabs=tuple(storage))
+        return make_storage(
+            self.spec, self.num_blocks, self._placement.devices, tuple(storage)
+        )
 
     # ---- life ----------------------------------------------------------------------------
 
@@ -127,7 +142,7 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
         Handles raise ``FreedHandleError`` from now on. Arrays of live views stay valid; the
         memory goes back to the system when the last of them is gone.
         """
-        ledger = self._ledger
+        ledger, storage = self._ledger, self._storage
         states = self._handles.close()
         self._ledger = self._storage = freed("this cache")
         if isinstance(ledger, Gone):
@@ -138,7 +153,9 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
         except PagedCacheError:
             pass  # in a forked child: what the parent's handles hold is not ours to give back
         # Calls and views in flight hold the storage by themselves; it goes with the last of them.
-        self._movers.storage = None
+        self._movers.forget()
+        if self._on_device:
+            storage.close()
 
     def __enter__(self) -> PagedKVCache:
         self._ledger.layout_epoch  # noqa: B018 - refuses on a closed cache
@@ -159,6 +176,7 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
         request_id: Any = None,
         resumed: bool = False,
         allocate_upto: int | None = None,
+        stream: Any = None,
     ) -> Sequence:
         """Open a sequence: match the longest cached prefix of ``tokens``, take blocks for the rest.
 
@@ -171,6 +189,7 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
         ``extra_keys``: ``[(start, stop, bytes), …]`` names content behind tokens (images).
         ``request_id``: a name of the caller's own that no live sequence may have.
         ``resumed``: the request was preempted and comes back; its hits are counted apart.
+        ``stream``: where the blocks found and taken are going to be used.
 
         Raises ``OutOfBlocksError`` (only if the prompt would not fit cold either),
         ``SequenceTooLongError`` or ``InvalidArgumentError``, with nothing changed.
@@ -180,12 +199,16 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
         extras = [] if extra_keys is _NO_KEYS else validate_extra_keys(extra_keys)
         flag = as_flag(resumed, "resumed")
         upto = -1 if allocate_upto is None else as_count(allocate_upto, "allocate_upto")
-        return self._admit(
-            lambda ledger: ledger.open(
-                checked, root, extras, allocate_upto=upto, resumed=flag
+        queue = self._queue(stream)
+        seq = self._admit(
+            lambda ledger: self._movers.run(
+                queue, ledger.open, checked, root, extras, upto, flag
             ),
             request_id,
         )
+        if queue is not None:
+            self._hand_over(seq, queue)
+        return seq
 
     def probe(
         self,
@@ -267,28 +290,6 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep):
         where = "no storage" if self._storage is NO_STORAGE else str(self._placement)
         used = ledger.pool.num_used_blocks
         return f"{head} on {where}, {used:,} used, {format_size(self.total_capacity)}>"
-
-
-class _Movers:
-    """What the ledger calls to move bytes: forwards to the storage until the cache is closed.
-
-    Handles keep the ledger alive; through this object they do not keep the storage alive too.
-    """
-
-    __slots__ = ("storage",)
-
-    def __init__(self, storage: CpuStorage | None) -> None:
-        self.storage: Any = storage
-
-    def copy(self, src: Any, dst: Any, rows: Any) -> None:
-        storage = self.storage
-        if storage is not None:
-            storage.copy_blocks(src, dst, rows)
-
-    def move(self, moves: Any) -> None:
-        storage = self.storage
-        if storage is not None:
-            storage.move_blocks(moves)
 
 
 def _check_policies(spec: CacheSpec, partial_block_reuse: Any, eviction: Any) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pagedcache.arguments import as_count, as_integer, as_position
 from pagedcache.arrays import as_tokens
 from pagedcache.errors import OutOfBlocksError, SequenceNotFoundError, SequenceTooLongError
@@ -27,6 +29,11 @@ class IdStyle:
     spec: CacheSpec
     _handles: Handles
     _ledger: Any
+    _storage: Any
+    _movers: Any
+    _queue: Any
+    _settle: Any
+    _let_go: Any
 
     def allocate_sequence(self, num_tokens: int) -> int:
         """Make a sequence with room for ``num_tokens`` tokens and none computed; returns its id.
@@ -51,16 +58,20 @@ class IdStyle:
         """Fork a sequence (all blocks shared, copied when written); returns the child's id."""
         return self._own(self._ledger.fork(self._find(seq_id)))
 
-    def free_sequence(self, seq_id: int) -> None:
-        """Give a sequence's blocks back. An unknown or freed id: nothing happens."""
+    def free_sequence(self, seq_id: int, *, stream: Any = None) -> None:
+        """Give a sequence's blocks back. An unknown or freed id: nothing happens.
+
+        ``stream`` as for ``Sequence.free``.
+        """
         try:
             state = self._find(seq_id)
         except SequenceNotFoundError:
             return
         seq = self._handles.handle(int(state.serial))
         if seq is not None:
-            seq.free()  # type: ignore[attr-defined]
+            seq.free(stream=stream)  # type: ignore[attr-defined]
         else:
+            self._let_go(state, 0, stream)
             self._ledger.free(state)
             self._handles.forget(int(state.serial))
 
@@ -76,15 +87,16 @@ class IdStyle:
         """Tokens the sequence holds: its computed length, 0 right after ``allocate_sequence``."""
         return int(self._find(seq_id).seq_len)
 
-    def update_tokens(self, seq_id: int, num_tokens: int) -> None:
+    def update_tokens(self, seq_id: int, num_tokens: int, *, stream: Any = None) -> None:
         """Set the computed length: growing commits, shrinking cuts the length and keeps blocks; the
-        length it has already changes nothing.
+        length it has already changes nothing. ``stream`` as for ``Sequence.commit``.
 
         Never changes what another sequence sees. Raises ``InvalidPositionError`` past the room
         of the table.
         """
         state = self._find(seq_id)
         count = as_position(num_tokens, "num_tokens", lambda: self._room(state))
+        self._settle([state], [count], stream)
         self._ledger.set_computed(state, count)
 
     def block_at(self, seq_id: int, position: int) -> int:
@@ -97,7 +109,7 @@ class IdStyle:
         place = as_position(position, "position", lambda: self._room(state))
         return int(state.block_for_position(place))
 
-    def writable_block_at(self, seq_id: int, position: int) -> int:
+    def writable_block_at(self, seq_id: int, position: int, *, stream: Any = None) -> int:
         """Id of the block that holds ``position``, for writing: a shared block is copied first.
 
         Raises ``InvalidPositionError``, or ``OutOfBlocksError`` with nothing changed when the
@@ -105,7 +117,11 @@ class IdStyle:
         """
         state = self._find(seq_id)
         place = as_position(position, "position", lambda: self._room(state))
-        return int(self._ledger.make_writable(state, place))
+        queue = self._queue(stream)
+        block = int(self._movers.run(queue, self._ledger.make_writable, state, place))
+        if queue is not None:
+            self._storage.acquire(np.array([block], np.int32), queue, True)
+        return block
 
     def sequence(self, seq_id: int) -> Sequence:
         """The handle of a live sequence."""

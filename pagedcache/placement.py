@@ -1,7 +1,7 @@
 """Where layers live and how many blocks a budget of memory holds.
 
-Every layer has a device. Only ``"cpu"`` exists in this build; the tables are per layer all the
-same, so that a placement is one fact kept in one place.
+Every layer has a device, ``"cpu"`` or ``"cuda:N"``: one fact, kept here and nowhere else. Names
+are only read here; whether a GPU can be used shows when storage is made on it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedcache.arguments import as_count, as_layer
-from pagedcache.errors import CudaUnavailableError, DeviceError, InvalidArgumentError, shown
+from pagedcache.errors import DeviceError, InvalidArgumentError, shown
 from pagedcache.sizes import format_size, parse_size
 from pagedcache.spec import CacheSpec
 
 #: Block ids are int32.
 MAX_BLOCKS = 2**31 - 1
 
-_CUDA = re.compile(r"cuda(:[0-9]{1,4})?|gpu(:[0-9]{1,4})?", re.IGNORECASE)
+_CUDA = re.compile(r"cuda(?::([0-9]{1,4}))?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Placement:
     devices: tuple[str, ...]
 
     def layer_device(self, layer: int) -> str:
-        """Device of ``layer`` ("cpu"); ``InvalidArgumentError`` when there is no such layer."""
+        """Device of ``layer``; ``InvalidArgumentError`` when there is no such layer."""
         return self.devices[as_layer(layer, len(self.devices))]
 
     @property
@@ -49,8 +49,8 @@ class Placement:
 def resolve_placement(device: Any, num_layers: int) -> Placement:
     """The placement that ``device`` asks for: one name, or a list with one name per layer.
 
-    Raises ``CudaUnavailableError`` for ``"cuda"`` and ``"cuda:N"``, ``DeviceError`` for a name
-    that is no device, ``InvalidArgumentError`` for a list of the wrong length.
+    ``"cuda"`` is ``"cuda:0"``. Raises ``DeviceError`` for a name that is no device,
+    ``InvalidArgumentError`` for a list of the wrong length.
     """
     if isinstance(device, str) or not isinstance(device, Sequence):
         return Placement((_check_device(device),) * num_layers)
@@ -66,12 +66,10 @@ def _check_device(name: Any) -> str:
     if isinstance(name, str):
         if name == "cpu":
             return "cpu"
-        if _CUDA.fullmatch(name):
-            raise CudaUnavailableError(
-                f"this build of pagedcache has no CUDA support yet, so {name!r} cannot be used; "
-                'use device="cpu"'
-            )
-    raise DeviceError('"cpu"', shown(name), "device")
+        found = _CUDA.fullmatch(name)
+        if found:
+            return f"cuda:{int(found[1] or 0)}"
+    raise DeviceError('"cpu" or "cuda:N"', shown(name), "device")
 
 
 def resolve_num_blocks(

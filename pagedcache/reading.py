@@ -11,7 +11,6 @@ import numpy as np
 from pagedcache.arguments import as_count, as_layer, as_position
 from pagedcache.arrays import row_format
 from pagedcache.errors import InvalidArgumentError, InvalidPositionError, PagedCacheError, shown
-from pagedcache.foreign import as_ndarray, is_tensor
 from pagedcache.guards import NoCopy, taking
 from pagedcache.views import BlockView, PackedView, ViewList, ViewSource
 
@@ -27,7 +26,7 @@ _View = TypeVar("_View", bound=BlockView)
 class SequenceReading(NoCopy):
     """What a ``Sequence`` shows. Arrays returned are snapshots: valid memory, perhaps stale."""
 
-    __slots__ = ("__weakref__", "_cache", "_state", "request_id", "seq_id")
+    __slots__ = ("__weakref__", "_cache", "_safe_on", "_state", "request_id", "seq_id")
 
     seq_id: int
     """Unique id, never reused; serves the id-based style (``cache.sequence(seq_id)``)."""
@@ -36,6 +35,7 @@ class SequenceReading(NoCopy):
 
     def __init__(self, cache: PagedKVCache, state: SeqState, request_id: Any = None) -> None:
         self._cache, self._state = cache, state
+        self._safe_on: Any = None  # queue on which all blocks may be used, with a count
         self.seq_id = int(state.serial)
         self.request_id = request_id
 
@@ -95,7 +95,7 @@ class SequenceReading(NoCopy):
         return self._cache.spec.max_seq_len
 
     def layer_device(self, layer: int) -> str:
-        """Device of a layer: ``"cpu"``."""
+        """Device of a layer: ``"cpu"`` or ``"cuda:N"``."""
         return self._cache.layer_device(layer)
 
     @property
@@ -160,7 +160,9 @@ class SequenceReading(NoCopy):
         stop: int | None = None,
         dtype: Any = None,
         out: tuple[Any, Any] | None = None,
-    ) -> tuple[Array, Array]:
+        *,
+        stream: Any = None,
+    ) -> tuple[Any, Any]:
         """K and V of positions ``start … stop - 1``, contiguous and in token order.
 
         Each ``[stop - start, num_kv_heads, head_dim]`` of ``dtype`` (float32, float16 or
@@ -170,44 +172,92 @@ class SequenceReading(NoCopy):
         there yet reads as whatever the block held before. ``out``: a pair of arrays of that shape
         (or CPU tensors of torch) to fill, which are returned; their dtype is the default then.
 
+        A layer on a GPU gives ``DeviceArray`` objects (``np.asarray`` copies them to the host) in
+        memory of their own, and fills arrays on that GPU, without waiting; arrays of the host are
+        filled too, and waited for. The work is queued on ``stream``.
+
         Raises ``InvalidPositionError``, ``ShapeError`` (also for an ``out`` that lies over the
         cache's own memory), ``FormatError`` (also with ``storage=None``), ``DeviceError`` or
         ``StorageMemoryError``.
         """
+        queue = self._cache._queue(stream)
         storage, layer, start, stop, pin = self._pin(layer, start, stop)
         with pin:
             spec = self._cache.spec
-            k_out, v_out = _check_out(out)
+            k_out, v_out = _check_out(out, storage, layer)
             if dtype is None:
                 dtype = k_out.dtype if k_out is not None else _stored_dtype(spec)
-            rows = storage.gather(layer, pin.block_ids, start, stop, dtype, k_out, v_out)
+            rows = storage.gather(
+                layer, pin.block_ids, start, stop, dtype, k_out, v_out, queue
+            )
             return rows if out is None else (out[0], out[1])
 
     def views(
-        self, layer: int, start: int = 0, stop: int | None = None, dtype: Any = None
+        self,
+        layer: int,
+        start: int = 0,
+        stop: int | None = None,
+        dtype: Any = None,
+        *,
+        stream: Any = None,
     ) -> ViewList[BlockView]:
         """Per block a ``BlockView`` (K, V, start, length, device) of positions start … stop - 1.
 
         Read-only and cut to the length. Float formats: no copy. Quantised formats: the blocks'
         bytes with their format, or dequantised copies when ``dtype`` is given. ``stop`` and errors
-        as for ``gather``. The blocks are pinned until the views are released or collected.
+        as for ``gather``. The blocks are pinned until the views are released or collected. On a
+        GPU the arrays are safe to use on ``stream``; call ``cache.record_use`` before the views
+        go while kernels of your own still read them.
         """
-        return self._views(BlockView, layer, start, stop, dtype)
+        return self._views(BlockView, layer, start, stop, dtype, stream)
 
     def packed_views(
-        self, layer: int, start: int = 0, stop: int | None = None, dtype: Any = None
+        self,
+        layer: int,
+        start: int = 0,
+        stop: int | None = None,
+        dtype: Any = None,
+        *,
+        stream: Any = None,
     ) -> ViewList[PackedView]:
         """As ``views``, each a ``PackedView`` with block_size, head_dim and num_kv_heads too."""
-        return self._views(PackedView, layer, start, stop, dtype)
+        return self._views(PackedView, layer, start, stop, dtype, stream)
 
     def _views(
-        self, kind: type[_View], layer: int, start: int, stop: int | None, dtype: Any
+        self,
+        kind: type[_View],
+        layer: int,
+        start: int,
+        stop: int | None,
+        dtype: Any,
+        stream: Any,
     ) -> ViewList[_View]:
         shown = None if dtype is None else row_format(dtype).dtype
+        queue = self._cache._queue(stream)
         storage, layer, start, stop, pin = self._pin(layer, start, stop)
         cache = self._cache
-        source = ViewSource(storage, cache.spec, layer, cache.layer_device(layer), shown)
+        if queue is not None:
+            storage.acquire(pin.block_ids, queue, False)
+        source = ViewSource(storage, cache.spec, layer, cache.layer_device(layer), shown, queue)
         return ViewList(source, kind, pin, start, stop)
+
+    def _acquire(self, queue: Any, num_shared: int | None = None) -> None:
+        """Order ``queue`` behind other streams' work on all blocks; from the ``num_shared``-th
+        on they are going to be written."""
+        storage = self._cache._storage
+        safe_on = (queue, storage.crossings)
+        if num_shared is None and self._safe_on == safe_on:
+            return
+        table = self._state.block_table()
+        storage.acquire(table[:num_shared], queue, False)
+        if num_shared is not None:
+            storage.acquire(table[num_shared:], queue, True)
+        self._safe_on = safe_on
+
+    def _used_on(self, queue: Any) -> None:
+        """The sequence writes on ``queue``: other queues must ask again."""
+        if self._safe_on is not None and self._safe_on[0] != queue:
+            self._safe_on = None
 
     def _pin(self, layer: Any, start: Any, stop: Any) -> tuple[Any, int, int, int, Any]:
         """Pin the blocks of a checked range; ``(storage, layer, start, stop, pin)``."""
@@ -244,15 +294,15 @@ class SequenceReading(NoCopy):
 class AppendedViews(NoCopy, SequenceABC[BlockView]):
     """The views that ``append`` returns: taken, and their blocks pinned, when first looked at."""
 
-    __slots__ = ("_layer", "_seq", "_stop", "_taken")
+    __slots__ = ("_layer", "_seq", "_stop", "_stream", "_taken")
 
-    def __init__(self, seq: SequenceReading, layer: int, stop: int) -> None:
-        self._seq, self._layer, self._stop = seq, layer, stop
+    def __init__(self, seq: SequenceReading, layer: int, stop: int, stream: Any) -> None:
+        self._seq, self._layer, self._stop, self._stream = seq, layer, stop, stream
         self._taken: ViewList[BlockView] | None = None
 
     def _views(self) -> ViewList[BlockView]:
         if self._taken is None:
-            self._taken = self._seq.views(self._layer, 0, self._stop)
+            self._taken = self._seq.views(self._layer, 0, self._stop, stream=self._stream)
         return self._taken
 
     def __len__(self) -> int:
@@ -282,24 +332,12 @@ def _stored_dtype(spec: CacheSpec) -> np.dtype[Any]:
     return spec.k_format.dtype if same else np.dtype(np.float32)
 
 
-def _check_out(out: Any) -> tuple[Array | None, Array | None]:
+def _check_out(out: Any, storage: Any, layer: int) -> tuple[Any, Any]:
     if out is None:
         return None, None
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise InvalidArgumentError("out must be a pair of arrays (k, v)")
-    return _filled(out[0], "k"), _filled(out[1], "v")
-
-
-def _filled(array: Any, name: str) -> Array:
-    """An array over the memory that is to be filled."""
-    if isinstance(array, np.ndarray):
-        return array
-    if is_tensor(array) or hasattr(array, "__cuda_array_interface__"):
-        try:
-            return as_ndarray(array, f"out: {name}", written=True)
-        except PagedCacheError:
-            raise
-        except (TypeError, ValueError, RuntimeError) as error:
-            reason = f"cannot be shared with NumPy ({shown(str(error))})"
-            raise InvalidArgumentError(f"out: {name} {reason}") from None
-    raise InvalidArgumentError(f"out: {name} is {type(array).__name__}, not a NumPy array")
+    return (
+        storage.out_array(layer, out[0], "out: k"),
+        storage.out_array(layer, out[1], "out: v"),
+    )

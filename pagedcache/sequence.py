@@ -50,6 +50,7 @@ class Sequence(SequenceReading):
         *,
         resumed: bool = False,
         allocate_upto: int | None = None,
+        stream: Any = None,
     ) -> int:
         """Match the longest cached prefix of ``tokens`` and take blocks for the rest.
 
@@ -58,13 +59,18 @@ class Sequence(SequenceReading):
         Returns ``num_cached_tokens``. Raises ``InvalidArgumentError`` when the sequence holds
         tokens or blocks already, ``OutOfBlocksError`` with nothing changed.
         """
-        state = self._state
-        self._cache._ledger.allocate_tokens(
+        cache, state = self._cache, self._state
+        queue = cache._queue(stream)
+        cache._movers.run(
+            queue,
+            cache._ledger.allocate_tokens,
             state,
             as_tokens(tokens),
-            allocate_upto=-1 if allocate_upto is None else as_count(allocate_upto, "allocate_upto"),
-            resumed=as_flag(resumed, "resumed"),
+            -1 if allocate_upto is None else as_count(allocate_upto, "allocate_upto"),
+            as_flag(resumed, "resumed"),
         )
+        if queue is not None:
+            self._acquire(queue, int(state.num_cached_tokens) // cache.spec.block_size)
         return int(state.num_cached_tokens)
 
     def append_token(self, token: int) -> None:
@@ -81,23 +87,37 @@ class Sequence(SequenceReading):
     # ---- writing -------------------------------------------------------------------------
 
     def append(
-        self, layer: int, k: Any, v: Any, *, on_nonfinite: str | None = None
+        self,
+        layer: int,
+        k: Any,
+        v: Any,
+        *,
+        on_nonfinite: str | None = None,
+        stream: Any = None,
     ) -> AppendResult:
         """Write new tokens of one layer at that layer's own written end.
 
         ``k`` and ``v``: ``[new_tokens, num_kv_heads, head_dim]`` or
-        ``[new_tokens, num_kv_heads * head_dim]`` of float32, float16 or bfloat16, any strides.
-        The table grows and shared or cached blocks are copied as needed. Returns the views of the
-        layer so far and the start position.
+        ``[new_tokens, num_kv_heads * head_dim]`` of float32, float16 or bfloat16, any strides;
+        for a layer on a GPU both on that GPU, or both on the host, and the work is queued on
+        ``stream``. The table grows and shared or cached blocks are copied as needed. Returns the
+        views of the layer so far and the start position.
 
         Raises, before any byte is written, ``ShapeError``, ``FormatError`` (also with
         ``storage=None``), ``DeviceError``, ``NonFiniteError`` (quantised formats under
         ``"raise"``), ``SequenceTooLongError`` or ``OutOfBlocksError``.
         """
-        return self._write(layer, k, v, -1, on_nonfinite)
+        return self._write(layer, k, v, -1, on_nonfinite, stream)
 
     def append_kv(
-        self, layer: int, k: Any, v: Any, start_pos: int, *, on_nonfinite: str | None = None
+        self,
+        layer: int,
+        k: Any,
+        v: Any,
+        start_pos: int,
+        *,
+        on_nonfinite: str | None = None,
+        stream: Any = None,
     ) -> AppendResult:
         """Write tokens of one layer from position ``start_pos`` on; arrays, result and errors as
         for ``append``.
@@ -108,33 +128,38 @@ class Sequence(SequenceReading):
         start = as_position(start_pos, "start_pos", lambda: self.written(layer))
         if start < 0:  # to the ledger, -1 would mean the written end
             raise InvalidPositionError(start, self.written(layer), "start_pos")
-        return self._write(layer, k, v, start, on_nonfinite)
+        return self._write(layer, k, v, start, on_nonfinite, stream)
 
     def _write(
-        self, layer: Any, k: Any, v: Any, start: int, on_nonfinite: str | None
+        self, layer: Any, k: Any, v: Any, start: int, on_nonfinite: str | None, stream: Any
     ) -> AppendResult:
         cache, state = self._cache, self._state
         storage, ledger = cache._storage, cache._ledger
         layer = as_layer(layer, cache.spec.num_layers)
-        k, v = storage.check_rows(layer, k, v, None, on_nonfinite)
+        queue = cache._queue(stream)
+        k, v = storage.check_rows(layer, k, v, None, on_nonfinite, queue)
         num_tokens = len(k)
-        start, pin = ledger.begin_append(state, layer, num_tokens, start)
+        start, pin = cache._movers.run(
+            queue, ledger.begin_append, state, layer, num_tokens, start
+        )
+        if queue is not None:
+            self._used_on(queue)
         try:
-            storage.store(layer, k, v, pin.slots, on_nonfinite)
+            storage.store(layer, k, v, pin.slots, on_nonfinite, queue)
         except BaseException:
             pin.release()
             raise
         ledger.end_append(state, layer, start, num_tokens, pin)
-        return AppendResult(AppendedViews(self, layer, start + num_tokens), start)
+        return AppendResult(AppendedViews(self, layer, start + num_tokens, stream), start)
 
-    def prepare(self, num_tokens: int) -> SlotMapping:
+    def prepare(self, num_tokens: int, *, stream: Any = None) -> SlotMapping:
         """Make the next ``num_tokens`` positions writable and return their ``SlotMapping``.
 
         Grows the table and copies shared or cached blocks in the write range (copy-on-write), all
         or nothing. The mapping serves ``cache.store`` for every layer. Raises
         ``OutOfBlocksError`` or ``SequenceTooLongError`` with nothing changed.
         """
-        return self._cache.prepare((self,), (num_tokens,))
+        return self._cache.prepare((self,), (num_tokens,), stream=stream)
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks that ``prepare(num_tokens)`` would take now: growth and copies-on-write."""
@@ -143,25 +168,35 @@ class Sequence(SequenceReading):
 
     # ---- lengths -------------------------------------------------------------------------
 
-    def commit(self, num_tokens: int) -> None:
+    def commit(self, num_tokens: int, *, stream: Any = None) -> None:
         """Mark the next ``num_tokens`` tokens computed.
 
         Blocks that become full and whose tokens are known become cached blocks. Tokens of unknown
-        value may be committed; their block and all behind it are then never cached.
+        value may be committed; their block and all behind it are then never cached. ``stream``:
+        where kernels of your own wrote the tokens; what our calls queued is known. A hit on
+        another stream waits, on the device, for one event that this call records.
 
         Raises ``InvalidPositionError`` past the table's end or past what the sequence's own
         ``append`` wrote in every layer, ``PendingCopyError`` while the engine owes a block copy.
         """
-        self._cache._ledger.commit(self._state, as_count(num_tokens, "num_tokens"))
+        cache, state, count = self._cache, self._state, as_count(num_tokens, "num_tokens")
+        if cache._on_device or stream is not None:
+            cache._settle([state], [state.seq_len + count], stream)
+            self._safe_on = None if stream is not None else self._safe_on
+        cache._ledger.commit(state, count)
 
-    def truncate(self, length: int) -> None:
+    def truncate(self, length: int, *, stream: Any = None) -> None:
         """Rewind to ``length`` tokens: blocks past it are released, tokens past it forgotten.
 
-        What cached blocks promise stays true: a later write copies first. Raises
+        What cached blocks promise stays true: a later write copies first. ``stream``: where
+        kernels of your own may still read the blocks that are released. Raises
         ``InvalidPositionError`` unless ``0 <= length <= num_tokens``.
         """
         count = as_position(length, "length", lambda: self.num_tokens)
-        self._cache._ledger.truncate(self._state, count)
+        cache, state = self._cache, self._state
+        if (cache._on_device or stream is not None) and count >= 0:
+            cache._let_go(state, count // cache.spec.block_size, stream)
+        cache._ledger.truncate(state, count)
 
     # ---- life ----------------------------------------------------------------------------
 
@@ -173,17 +208,22 @@ class Sequence(SequenceReading):
         """
         return self._cache._admit(lambda ledger: ledger.fork(self._state), request_id)
 
-    def free(self) -> None:
+    def free(self, *, stream: Any = None) -> None:
         """Give every block back, the tail first; idempotent.
 
         Cached blocks stay matchable until their storage is needed. Views keep their blocks.
+        ``stream``: where kernels of your own may still use the blocks; who gets them next comes
+        after those kernels, on the device.
         """
         if not self._state.freed:
+            cache = self._cache
             try:
-                self._cache._ledger.free(self._state)
+                if cache._on_device or stream is not None:
+                    cache._let_go(self._state, 0, stream)
+                cache._ledger.free(self._state)
             except FreedHandleError:
                 return  # close() came first, in another thread: it frees every sequence
-            self._cache._handles.forget(self.seq_id, self.request_id)
+            cache._handles.forget(self.seq_id, self.request_id)
 
     def __enter__(self) -> Sequence:
         if self._state.freed:
@@ -200,7 +240,7 @@ def states_of(seqs: Any) -> list[Any]:
     Whether they belong to the cache at hand is the ledger's to check.
     """
     if not isinstance(seqs, (list, tuple)):
-        seqs = _listed(seqs)
+        seqs = listed(seqs)
     try:
         return [seq._state for seq in seqs]
     except AttributeError:
@@ -212,7 +252,8 @@ def states_of(seqs: Any) -> list[Any]:
     raise InvalidArgumentError("a Sequence is made by cache.open() or seq.fork(), not by itself")
 
 
-def _listed(seqs: Any) -> list[Any]:
+def listed(seqs: Any) -> list[Any]:
+    """The sequences as a list of its own; ``InvalidArgumentError`` for what holds none."""
     if isinstance(seqs, Sequence):
         raise InvalidArgumentError("expected a list of sequences, got one Sequence")
     try:

@@ -21,6 +21,8 @@ class Upkeep:
     num_blocks: int
     _ledger: Any
     _storage: Any
+    _movers: Any
+    _queue: Any
 
     # ---- figures -------------------------------------------------------------------------
 
@@ -94,19 +96,22 @@ class Upkeep:
             raise InvalidArgumentError(f"threshold must be a number, got {shown(threshold)}")
         return self.fragmentation().should_defragment(threshold)
 
-    def defragment(self) -> int:
+    def defragment(self, *, stream: Any = None) -> int:
         """Pack used and cached-free blocks into the lowest ids; returns the blocks moved.
 
         Sequences that share no block become contiguous. Values never change. Blocks that are
         pinned (by views, calls in flight, copies the engine owes) stay where they are; a sequence
         that is laid around one, or holds one, may then be in two parts. Moves make slot mappings
-        and exported tables stale (``layout_epoch``). Never runs by itself.
+        and exported tables stale (``layout_epoch``). Never runs by itself. On a GPU the moves are
+        queued on ``stream``, after the work of all other streams on the blocks that move.
         """
-        return int(self._ledger.defragment())
+        return int(self._movers.run(self._queue(stream), self._ledger.defragment))
 
-    def compact_sequence(self, seq: Sequence) -> int:
+    def compact_sequence(self, seq: Sequence, *, stream: Any = None) -> int:
         """Make one sequence's blocks contiguous where free ids allow; returns the blocks moved."""
-        return int(self._ledger.compact_sequence(states_of((seq,))[0]))
+        state = states_of((seq,))[0]
+        queue = self._queue(stream)
+        return int(self._movers.run(queue, self._ledger.compact_sequence, state))
 
     def sequence_contiguity(self, seq: Sequence) -> float:
         """Share of neighbouring blocks with adjacent ids, 0…1; 1.0 for none or one block."""

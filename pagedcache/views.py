@@ -29,7 +29,6 @@ from pagedcache.guards import NoCopy
 if TYPE_CHECKING:
     from pagedcache.bookkeeping import Pin
     from pagedcache.spec import CacheSpec
-    from pagedcache.storage import CpuStorage
 
 Array = np.ndarray[Any, Any]
 
@@ -53,8 +52,10 @@ class _PinnedMemory:
         }
 
 
-def pinned_array(array: Array, pin: Any) -> Array:
-    """Read-only array over the same memory whose ``base`` keeps ``pin`` (and the memory) alive."""
+def pinned_array(array: Any, pin: Any) -> Any:
+    """Read-only array over the same memory that keeps ``pin`` (and the memory) alive."""
+    if not isinstance(array, np.ndarray):  # of a device
+        return array.with_owner((array.owner, pin), readonly=True)
     return np.asarray(_PinnedMemory(array, pin)).view(array.dtype)
 
 
@@ -62,11 +63,12 @@ def pinned_array(array: Array, pin: Any) -> Array:
 class ViewSource:
     """What all views of one call share: where the bytes are and how they are shown."""
 
-    storage: CpuStorage
+    storage: Any
     spec: CacheSpec
     layer: int
     device: str
     dtype: np.dtype[Any] | None
+    queue: Any
 
     def formats(self) -> tuple[KVFormat, KVFormat]:
         """Formats of the arrays shown: the stored ones, or the dense one of ``dtype``."""
@@ -105,10 +107,13 @@ class ViewSource:
 
     def _copies(self, block_id: int, offset: int, length: int) -> tuple[Array, Array]:
         ids = np.array([block_id], np.int32)
-        pair = self.storage.gather(self.layer, ids, offset, offset + length, self.dtype)
+        pair = self.storage.gather(
+            self.layer, ids, offset, offset + length, self.dtype, queue=self.queue
+        )
         shown = []
         for rows in pair:
-            rows.flags.writeable = False
+            if isinstance(rows, np.ndarray):
+                rows.flags.writeable = False
             shown.append(rows.transpose(1, 0, 2))
         return shown[0], shown[1]
 
@@ -119,7 +124,8 @@ class BlockView(NoCopy):
     Float formats: ``k`` and ``v`` are ``[num_kv_heads, length, head_dim]`` (head-major in both
     layouts, strided, no copy) of the stored dtype. Quantised formats: the whole block's bytes,
     uint8 ``[block_nbytes]``, to be read with ``k_format`` / ``v_format``; or, with ``dtype=``,
-    dequantised copies of the float shape. ``k, v, start, length, device = view`` works.
+    dequantised copies of the float shape. NumPy arrays on the CPU, ``DeviceArray`` objects on a
+    GPU. ``k, v, start, length, device = view`` works.
 
     The view pins its block; see the module's text for how long.
     """
@@ -161,7 +167,7 @@ class BlockView(NoCopy):
 
     @property
     def device(self) -> str:
-        """Device of the layer: ``"cpu"``."""
+        """Device of the layer: ``"cpu"`` or ``"cuda:N"``."""
         return self._source.device
 
     @property

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from pagedcache.storage.cpu import CpuStorage
+from pagedcache.storage.placed import make_storage
 
-__all__ = ["CpuStorage"]
+__all__ = ["CpuStorage", "make_storage"]

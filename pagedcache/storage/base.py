@@ -22,6 +22,7 @@ import numpy as np
 from pagedcache.arguments import as_count, as_integer, as_layer
 from pagedcache.arrays import as_ids, as_slots, row_format
 from pagedcache.errors import (
+    DeviceError,
     InvalidArgumentError,
     InvalidPositionError,
     ShapeError,
@@ -39,6 +40,8 @@ class Storage(ABC):
 
     #: Whether work is queued on streams, so that it has to be ordered between them.
     ordered = False
+    #: How often work went to another queue than it was prepared for: see ``Sequence._acquire``.
+    crossings = 0
 
     def __init__(self, spec: CacheSpec, num_blocks: int) -> None:
         self.spec = spec
@@ -195,6 +198,26 @@ class Storage(ABC):
         """What calls are queued on for the caller's ``stream`` (None: the default)."""
 
     @abstractmethod
+    def out_array(self, layer: int, x: Any, what: str) -> Any:
+        """The caller's array as one that :meth:`gather` can fill."""
+
+    def device_slots(self, x: Any, what: str) -> Any:
+        """A slot mapping that lies on a device, or None for any other."""
+        return None
+
+    def store_raw(
+        self,
+        layer: int,
+        k: Any,
+        v: Any,
+        slots: Any,
+        on_nonfinite: str | None = None,
+        queue: Any = None,
+    ) -> None:
+        """Store by slots that lie on a device; only storages there can."""
+        raise DeviceError("slots on the host, as the layer is", "a device array", "slot_mapping")
+
+    @abstractmethod
     def slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> Any:
         """Return a whole slab without a copy: ``[num_blocks, *shape of block_array]``."""
 
@@ -208,6 +231,10 @@ class Storage(ABC):
         ``[block_nbytes]``. Read-only unless ``writable``. It keeps the memory alive, not the
         block: pin the block as long as the array is used.
         """
+
+    @abstractmethod
+    def fill_blocks(self, block_ids: Array, byte: int, queue: Any = None) -> None:
+        """Set every byte of whole blocks in every layer, K and V (zero or poison)."""
 
     @abstractmethod
     def _open(self) -> Any:
@@ -257,13 +284,16 @@ class Storage(ABC):
     def acquire(self, block_ids: Array, queue: Any, writing: bool) -> None:
         """Order ``queue`` after the work of other streams on these blocks: their writes, and
         where it will write, their reads too."""
+        return
 
     def publish(self, block_ids: Array, queue: Any = None, writing: bool = False) -> None:
         """Make the work on these blocks waitable: with ``queue``, also work of the caller's own
         that was queued on it."""
+        return
 
     def synchronize(self) -> None:
         """Wait for all queued work and raise what it reported."""
+        return
 
     # ---- argument checks -----------------------------------------------------------------
 

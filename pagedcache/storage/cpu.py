@@ -14,12 +14,15 @@ from pagedcache.errors import (
     DeviceError,
     FormatError,
     FreedHandleError,
+    InvalidArgumentError,
     InvalidPositionError,
     NonFiniteError,
+    PagedCacheError,
     ShapeError,
     StorageMemoryError,
     shown,
 )
+from pagedcache.foreign import as_ndarray, is_tensor
 from pagedcache.formats import KVFormat
 from pagedcache.spec import LAYOUTS, CacheSpec
 from pagedcache.storage import slabs as slab_memory
@@ -137,6 +140,10 @@ class CpuStorage(Storage):
             slabs[kind].load(layer, ids, first, _bits(out), fmt.code)
         return outs[0], outs[1]
 
+    def out_array(self, layer: int, x: Any, what: str) -> Array:
+        """A NumPy array over the caller's; see :class:`Storage`."""
+        return filled(x, what)
+
     def dequantize_block(
         self, layer: int, kind: Kind, block_id: int, length: int, dtype: Any = np.float32
     ) -> Array:
@@ -187,6 +194,13 @@ class CpuStorage(Storage):
         for kind in KINDS:
             slabs[kind].copy(src, dst, rows)
 
+    def fill_blocks(self, block_ids: Array, byte: int, queue: Any = None) -> None:
+        """See :class:`Storage`."""
+        for kind, native in self._open().items():
+            native.check_ids(as_ids(block_ids))
+            for slab in (self._arrays or {})[kind]:
+                slab_memory.raw(slab)[block_ids] = byte
+
     def _copy_tokens(self, src: Array, dst: Array, queue: Any) -> None:
         slabs = self._open()
         for kind in KINDS:
@@ -197,6 +211,21 @@ class CpuStorage(Storage):
         with self._scratch_lock:
             for kind in KINDS:
                 slabs[kind].move(src, dst, self._scratch)
+
+
+def filled(array: Any, what: str) -> Array:
+    """A NumPy array over the memory of the caller's array that is to be filled."""
+    if isinstance(array, np.ndarray):
+        return array
+    if is_tensor(array) or hasattr(array, "__cuda_array_interface__"):
+        try:
+            return as_ndarray(array, what, written=True)
+        except PagedCacheError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = f"cannot be shared with NumPy ({shown(str(error))})"
+            raise InvalidArgumentError(f"{what} {reason}") from None
+    raise InvalidArgumentError(f"{what} is {type(array).__name__}, not a NumPy array")
 
 
 def host_out(out: Any, what: str, shape: tuple[int, ...], fmt: KVFormat) -> Array:

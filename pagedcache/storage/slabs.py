@@ -9,7 +9,7 @@ boundary are padding: zero in slabs made here, and never written by a store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +32,7 @@ Kind = Literal["k", "v"]
 KINDS: tuple[Kind, Kind] = ("k", "v")
 
 
-def _block(spec: CacheSpec, kind: Kind) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def shape_of_block(spec: CacheSpec, kind: Kind) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype of one block's array."""
     if kind == "k":
         return spec.k_block_shape, spec.k_format.dtype
@@ -63,16 +63,27 @@ def _zeroed(spec: CacheSpec, kind: Kind, num_blocks: int) -> Array:
     nbytes = num_blocks * spec.layer_block_nbytes(kind)
     memory = np.zeros(nbytes + ALIGNMENT - 1, np.uint8)
     skip = -memory.__array_interface__["data"][0] % ALIGNMENT
-    shape, dtype = _block(spec, kind)
+    shape, dtype = shape_of_block(spec, kind)
     return memory[skip : skip + nbytes].view(dtype).reshape(num_blocks, *shape)
 
 
-def adopt(spec: CacheSpec, num_blocks: int, slabs: Any) -> dict[Kind, list[Array]]:
+def share_host_memory(x: Any, what: str) -> Array:
+    """The caller's array as a NumPy array over the same memory, to be written to."""
+    return as_ndarray(x, what, written=True)
+
+
+def adopt(
+    spec: CacheSpec,
+    num_blocks: int,
+    slabs: Any,
+    share: Callable[[Any, str], Array] = share_host_memory,
+) -> dict[Kind, list[Array]]:
     """Return the caller's arrays as slabs, without a copy.
 
     ``slabs``: ``(k_slabs, v_slabs)``, each one array per layer with the shape and dtype of
     ``typed`` above: writable, aligned, dense inside a block, at any distance from block to
     block (so the halves of one ``[num_blocks, 2, …]`` tensor work), no two sharing a byte.
+    ``share`` gives the NumPy array (or the shadow of a device array) over an array's memory.
     Raises :class:`ShapeError`, :class:`FormatError` or :class:`DeviceError` otherwise.
     """
     if not isinstance(slabs, Sequence) or len(slabs) != 2:
@@ -89,23 +100,30 @@ def adopt(spec: CacheSpec, num_blocks: int, slabs: Any) -> dict[Kind, list[Array
                 f"{spec.num_layers} arrays, one per layer", len(given), f"{kind}_slabs"
             )
         adopted[kind] = [
-            _checked(spec, kind, num_blocks, x, f"{kind}_slabs[{layer}]")
+            _checked(spec, kind, num_blocks, x, f"{kind}_slabs[{layer}]", share)
             for layer, x in enumerate(given)
         ]
     _refuse_overlap(adopted)
     return adopted
 
 
-def _checked(spec: CacheSpec, kind: Kind, num_blocks: int, x: Any, what: str) -> Array:
+def _checked(
+    spec: CacheSpec,
+    kind: Kind,
+    num_blocks: int,
+    x: Any,
+    what: str,
+    share: Callable[[Any, str], Array],
+) -> Array:
     if isinstance(x, (list, tuple, str, bytes)) or np.isscalar(x) or x is None:
         raise FormatError("an array whose memory can be shared", type(x).__name__, what)
     try:
-        slab = as_ndarray(x, what, written=True)
+        slab = share(x, what)
     except PagedCacheError:
         raise
     except (TypeError, ValueError, RuntimeError):
         raise FormatError("an array whose memory can be shared", type(x).__name__, what) from None
-    block_shape, dtype = _block(spec, kind)
+    block_shape, dtype = shape_of_block(spec, kind)
     shape = (num_blocks, *block_shape)
     if slab.dtype != dtype or not slab.dtype.isnative:
         raise FormatError(dtype, slab.dtype, what)

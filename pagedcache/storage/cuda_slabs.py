@@ -1,0 +1,84 @@
+"""Slabs in the memory of a CUDA device: taken, or adopted from the caller's device arrays."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from pagedcache._cuda.arrays import DeviceArray
+from pagedcache._cuda.driver import Device
+from pagedcache._cuda.exchange import as_device_array, check_pointer
+from pagedcache._cuda.memory import DeviceMemory
+from pagedcache.errors import DeviceError
+from pagedcache.spec import CacheSpec
+from pagedcache.storage import slabs as slab_memory
+from pagedcache.storage.shadows import shadow, shadowed
+from pagedcache.storage.slabs import KINDS, Array, Kind
+
+Slabs = dict[Kind, list[DeviceArray]]
+
+
+def allocate(device: Device, spec: CacheSpec, num_blocks: int) -> Slabs:
+    """One zeroed allocation per layer and kind; all of it or nothing.
+
+    Raises :class:`StorageMemoryError` when the device has not that much.
+    """
+    slabs: Slabs = {"k": [], "v": []}
+    with ExitStack() as undo:
+        for kind in KINDS:
+            shape, dtype = slab_memory.shape_of_block(spec, kind)
+            nbytes = num_blocks * spec.layer_block_nbytes(kind)
+            for layer in range(spec.num_layers):
+                what = f"{kind} of layer {layer}: {num_blocks:,} blocks"
+                memory = DeviceMemory(device, nbytes, what)
+                undo.callback(memory.free)
+                device.call("pc_cuda_fill", memory.address, 0, nbytes, None)
+                slabs[kind].append(
+                    DeviceArray(
+                        memory.address, (num_blocks, *shape), None, dtype, device, owner=memory
+                    )
+                )
+        device.synchronize()  # zeros before any stream, also one that does not wait for others
+        undo.pop_all()
+    return slabs
+
+
+def adopt(device: Device, spec: CacheSpec, num_blocks: int, slabs: Any) -> Slabs:
+    """The caller's device arrays as slabs; the rules are those of :func:`slabs.adopt`."""
+
+    def share(x: Any, what: str) -> Array:
+        array = on_device(x, what, device)
+        check_pointer(array, device)
+        return shadow(array)
+
+    arrays = slab_memory.adopt(spec, num_blocks, slabs, share)
+    return {kind: [shadowed(slab) for slab in arrays[kind]] for kind in KINDS}
+
+
+def on_device(x: Any, what: str, device: Device) -> DeviceArray:
+    """``x`` as an array of this device; :class:`DeviceError` names both places otherwise."""
+    array = as_device_array(x, what)
+    if array is None:
+        raise DeviceError(f"memory of {device.name}", f"{type(x).__name__} on the host", what)
+    if array.device != device.name:
+        raise DeviceError(f"memory of {device.name}", f"memory of {array.device}", what)
+    return array
+
+
+def give_back(slabs: Slabs) -> None:
+    """Free what :func:`allocate` took now, not when the last reference goes."""
+    for kind in KINDS:
+        for slab in slabs[kind]:
+            if isinstance(slab.owner, DeviceMemory):
+                slab.owner.free()
+
+
+def describe(slabs: list[DeviceArray]) -> Array:
+    """The table that kernels read: int64 ``[num_layers, 2]`` of (address, block stride)."""
+    table = np.empty((len(slabs), 2), np.int64)
+    for row, slab in zip(table, slabs, strict=True):
+        row[:1].view(np.uint64)[0] = slab.address
+        row[1] = slab.strides[0]
+    return table
