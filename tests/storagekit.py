@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import reference_formats as formats
-from devicekit import ON_CPU, host, overwrite
+from devicekit import ON_CPU, host, overwrite, placement
 from numpy.typing import NDArray
 from reference_storage import KINDS, ReferenceStorage
 
@@ -28,10 +28,11 @@ def make_storage(spec: CacheSpec, num_blocks: int, slabs: Any = None) -> Any:
     """A storage on the tests' device; adopted arrays are the CPU's."""
     if ON_CPU or slabs is not None:
         return CpuStorage(spec, num_blocks, slabs)
-    from pagedcache._cuda.driver import get_device
-    from pagedcache.storage.cuda import CudaStorage
+    from pagedcache.storage.placed import make_storage
 
-    return CudaStorage(get_device(0), spec, num_blocks)
+    devices = placement(spec.num_layers)
+    each = [devices] * spec.num_layers if isinstance(devices, str) else devices
+    return make_storage(spec, num_blocks, each)
 
 
 class Pair:
