@@ -27,6 +27,7 @@ from pagedcache.ids import IdStyle
 from pagedcache.movers import Movers
 from pagedcache.ordering import Ordering
 from pagedcache.placement import resolve_num_blocks, resolve_placement
+from pagedcache.pointers import BatchPointers
 from pagedcache.sequence import Sequence
 from pagedcache.sizes import format_size
 from pagedcache.spec import CacheSpec
@@ -36,7 +37,7 @@ from pagedcache.upkeep import Upkeep
 _NO_KEYS: Any = ()  # the default of extra_keys
 
 
-class PagedKVCache(NoCopy, IdStyle, BatchPaths, Upkeep, Ordering):
+class PagedKVCache(NoCopy, IdStyle, BatchPaths, BatchPointers, Upkeep, Ordering):
     """K and V of many sequences in fixed-size blocks of one pool, all taken at the start.
 
     ``spec``: a ``CacheSpec``. Exactly one of ``num_blocks`` and ``memory`` (bytes, a text like

@@ -118,4 +118,6 @@ class Handles:
             states = {seq.seq_id: seq._state for seq in self._alive()}
             states.update(self._owned)
             self._owned.clear()
+            for seq in self._alive():
+                seq._pointers.clear()
         return list(states.values())

@@ -26,7 +26,7 @@ _View = TypeVar("_View", bound=BlockView)
 class SequenceReading(NoCopy):
     """What a ``Sequence`` shows. Arrays returned are snapshots: valid memory, perhaps stale."""
 
-    __slots__ = ("__weakref__", "_cache", "_safe_on", "_state", "request_id", "seq_id")
+    __slots__ = ("__weakref__", "_cache", "_pointers", "_safe_on", "_state", "request_id", "seq_id")
 
     seq_id: int
     """Unique id, never reused; serves the id-based style (``cache.sequence(seq_id)``)."""
@@ -36,8 +36,12 @@ class SequenceReading(NoCopy):
     def __init__(self, cache: PagedKVCache, state: SeqState, request_id: Any = None) -> None:
         self._cache, self._state = cache, state
         self._safe_on: Any = None  # queue on which all blocks may be used, with a count
+        self._pointers: dict[Any, Any] = {}  # see pointers.py
         self.seq_id = int(state.serial)
         self.request_id = request_id
+
+    def _pointer_tables(self) -> dict[Any, Any]:
+        return self._pointers
 
     # ---- lengths -------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pagedcache.arguments import as_count, as_flag, as_layer, as_position
 from pagedcache.arrays import as_tokens
 from pagedcache.errors import FreedHandleError, InvalidArgumentError, InvalidPositionError
+from pagedcache.pointers import SequencePointers
 from pagedcache.reading import AppendedViews, SequenceReading
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class AppendResult(NamedTuple):
     """Position of the first token written."""
 
 
-class Sequence(SequenceReading):
+class Sequence(SequenceReading, SequencePointers):
     """One token stream that owns a block table of a ``PagedKVCache``.
 
     Made by ``cache.open`` or ``seq.fork``, never directly. A context manager: leaving the block
@@ -220,6 +221,7 @@ class Sequence(SequenceReading):
             try:
                 if cache._on_device or stream is not None:
                     cache._let_go(self._state, 0, stream)
+                    self._drop_pointers(None if stream is None else cache._queue(stream))
                 cache._ledger.free(self._state)
             except FreedHandleError:
                 return  # close() came first, in another thread: it frees every sequence

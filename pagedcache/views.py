@@ -98,7 +98,7 @@ class ViewSource:
         length: int,
         pin: Any,
     ) -> Array:
-        block = self.storage.block_array(self.layer, kind, block_id)
+        block = self.storage.block_array(self.layer, kind, block_id, queue=self.queue)
         if not fmt.is_quantized:
             if self.spec.layout == "NHD":
                 block = block.transpose(1, 0, 2)

@@ -223,13 +223,13 @@ class Storage(ABC):
 
     @abstractmethod
     def block_array(
-        self, layer: int, kind: Kind, block_id: int, *, writable: bool = False
+        self, layer: int, kind: Kind, block_id: int, *, writable: bool = False, queue: Any = None
     ) -> Any:
         """Return one block's array over the storage itself, without a copy.
 
         Float formats: the layout's shape and the format's dtype; quantised formats: uint8
         ``[block_nbytes]``. Read-only unless ``writable``. It keeps the memory alive, not the
-        block: pin the block as long as the array is used.
+        block: pin the block as long as the array is used. ``queue``: where its values are.
         """
 
     @abstractmethod

@@ -168,7 +168,7 @@ class CpuStorage(Storage):
         return block
 
     def block_array(
-        self, layer: int, kind: Kind, block_id: int, *, writable: bool = False
+        self, layer: int, kind: Kind, block_id: int, *, writable: bool = False, queue: Any = None
     ) -> Array:
         """One block's NumPy array over the slab; see :class:`Storage`."""
         native = self._open()[self._kind(kind)]

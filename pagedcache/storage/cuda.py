@@ -19,7 +19,7 @@ import numpy as np
 
 from pagedcache._cuda.arrays import DeviceArray
 from pagedcache._cuda.exchange import as_device_array
-from pagedcache._cuda.memory import Region
+from pagedcache._cuda.scratch import Region
 from pagedcache._cuda.streams import Stream
 from pagedcache.arguments import as_layer
 from pagedcache.arrays import copied, overlap
@@ -39,6 +39,7 @@ from pagedcache.storage.checks import (
 )
 from pagedcache.storage.cpu import filled, host_out, refuse_nonfinite
 from pagedcache.storage.cuda_copies import CudaCopies
+from pagedcache.storage.cuda_pointers import PointerTable, batch_of_pointers, pointers_of
 from pagedcache.storage.cuda_rows import (
     Layout,
     Rows,
@@ -89,7 +90,7 @@ class CudaStorage(CudaCopies):
 
     def _follow(self, queue: Stream, array: DeviceArray) -> None:
         """Where an array says on which stream it is being made, come after that."""
-        if array.stream:
+        if array.stream is not None:
             self.order.follow(queue, self.streams.resolve(array.stream))
 
     def _refuse_nonfinite(self, pairs: list[tuple[Kind, Rows]], queue: Any) -> None:
@@ -102,7 +103,7 @@ class CudaStorage(CudaCopies):
                 found.append((kind, rows))
         if not found:
             return
-        self._refuse_capture(queue, 'on_nonfinite="saturate" (looking for NaN waits)')
+        queue.refuse_capture('on_nonfinite="raise" ("saturate" does not wait)')
         firsts = np.empty(len(found), np.uint64)
         with self._temporary(firsts.nbytes, queue) as region:
             for index, (_, rows) in enumerate(found):
@@ -140,7 +141,7 @@ class CudaStorage(CudaCopies):
 
     def _copy_of(self, rows: DeviceArray, queue: Stream) -> DeviceArray:
         """A dense copy: the rows read as tokens of one block each into a pool of their own."""
-        made = self._new_array(rows.shape, rows.dtype, "a copy of rows that lie in the slabs")
+        made = self.new_array(rows.shape, rows.dtype, "a copy of rows that lie in the slabs")
         tokens, heads, head_dim = rows.shape
         if tokens:
             geometry = ctypes.create_string_buffer(len(self._geometry["k"]))
@@ -254,7 +255,7 @@ class CudaStorage(CudaCopies):
         with self._kept_lock:
             kept = self._kept.get(mapping) if mapping is not None else None
         if kept is None:
-            self._refuse_capture(queue, "slots that lie on the device (a CUDA array of int64)")
+            queue.refuse_capture("a slot mapping of the host (pass int64 slots on the device)")
             size = self.spec.block_size
             check_slots(slots, self.num_blocks * size)
             ids = np.unique(slots[slots >= 0] // size).astype(np.int32)
@@ -266,6 +267,22 @@ class CudaStorage(CudaCopies):
             self.crossings += 1
             self.order.follow(queue, kept.queue)  # the upload was queued there
         return kept
+
+    # ---- pointers ------------------------------------------------------------------------
+
+    def pointer_table(self) -> PointerTable:
+        """A table of pointers for one sequence, empty so far."""
+        return PointerTable(self)
+
+    def block_pointers(self, layer: int, block_ids: Array) -> tuple[Array, Array]:
+        """See ``cuda_pointers.pointers_of``."""
+        return pointers_of(self, layer, block_ids)
+
+    def pointer_batch(
+        self, layer: int, block_ids: Array, queue: Any
+    ) -> tuple[DeviceArray, DeviceArray]:
+        """Pointers to K and V of one layer for a table of ids (-1: 0), in new device memory."""
+        return batch_of_pointers(self, layer, block_ids, queue or self.queue(None))
 
     # ---- rows out ------------------------------------------------------------------------
 
@@ -289,8 +306,8 @@ class CudaStorage(CudaCopies):
         queue = queue or self.queue(None)
         check_ids(ids, self.num_blocks)
         outs = [
-            self._out(out_k, "out_k", shape, fmt),
-            self._out(out_v, "out_v", shape, fmt),
+            self._out(out_k, "out_k", shape, fmt, queue),
+            self._out(out_v, "out_v", shape, fmt, queue),
         ]
         outlines = [shadow(out) if isinstance(out, DeviceArray) else out for out in outs]
         if overlap(*outlines):
@@ -300,7 +317,7 @@ class CudaStorage(CudaCopies):
                 raise ShapeError("memory apart from the slabs", "an array over them", name)
         if not shape[0]:
             return outs[0], outs[1]
-        for out in outs:
+        for out in (out_k, out_v):
             if isinstance(out, DeviceArray):
                 self._follow(queue, out)
         self.order.acquire(queue, ids, False)
@@ -312,9 +329,11 @@ class CudaStorage(CudaCopies):
             self.order.used(queue, ids, False)
         return outs[0], outs[1]
 
-    def _out(self, out: Any, what: str, shape: Shape, fmt: KVFormat) -> Any:
+    def _out(self, out: Any, what: str, shape: Shape, fmt: KVFormat, queue: Stream) -> Any:
         if out is None:
-            return self._new_array(shape, fmt.dtype, f"the {fmt.name} copy of {shape}")
+            made = self.new_array(shape, fmt.dtype, f"the {fmt.name} copy of {shape}")
+            made.stream = queue
+            return made
         if isinstance(out, DeviceArray):
             return device_out(out, what, self.device, shape, fmt)
         return host_out(out, what, shape, fmt)
@@ -325,7 +344,6 @@ class CudaStorage(CudaCopies):
         if isinstance(out, DeviceArray):
             self._launch_load(kind, layer, table, first, layout_of(out), shape[0], queue)
             return
-        self._refuse_capture(queue, "an array on the device to fill")
         dense = out if out.flags.c_contiguous else np.empty(shape, out.dtype)
         with self._temporary(dense.nbytes, queue) as region:
             layout = dense_layout(region.address, shape, out.dtype)
@@ -364,7 +382,6 @@ class CudaStorage(CudaCopies):
         if isinstance(rows, DeviceArray):
             yield layout_of(rows)
             return
-        self._refuse_capture(queue, f"arrays on {self.device.name}")
         try:
             dense = np.ascontiguousarray(rows)
         except MemoryError:

@@ -11,11 +11,13 @@ import numpy as np
 
 from pagedcache._cuda.arrays import DeviceArray
 from pagedcache._cuda.driver import get_device
-from pagedcache._cuda.memory import DeviceMemory, Region, Scratch, Staging
+from pagedcache._cuda.memory import DeviceMemory
 from pagedcache._cuda.order import Order
+from pagedcache._cuda.scratch import Region, Scratch
+from pagedcache._cuda.staging import Staging
 from pagedcache._cuda.streams import Stream, Streams
 from pagedcache.arguments import as_layer
-from pagedcache.errors import DeviceError, FreedHandleError, NonFiniteError, SlotError
+from pagedcache.errors import FreedHandleError, NonFiniteError, SlotError
 from pagedcache.spec import LAYOUTS, CacheSpec
 from pagedcache.storage import cuda_slabs
 from pagedcache.storage.base import Storage
@@ -92,7 +94,7 @@ class CudaBase(Storage):
         if slabs is None:
             raise FreedHandleError("this storage")
         if self.device.broken is not None:
-            raise self.device.broken
+            self.device.refuse("a call on its storage")
         return slabs
 
     def slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> DeviceArray:
@@ -102,13 +104,18 @@ class CudaBase(Storage):
         return slab.with_owner(slab, readonly=not writable)
 
     def block_array(
-        self, layer: int, kind: Kind, block_id: int, *, writable: bool = False
+        self, layer: int, kind: Kind, block_id: int, *, writable: bool = False, queue: Any = None
     ) -> DeviceArray:
         """One block's device array over the slab; see :class:`Storage`."""
         slab = self.slab_array(layer, kind, writable=writable)
         check_ids(np.array([block_id], np.int64), self.num_blocks)
         block: DeviceArray = slab[block_id]
+        block.stream = queue
         return block
+
+    def on_layer(self, layer: int) -> tuple[CudaBase, int]:
+        """This storage and the layer's number in it; see ``PlacedStorage``."""
+        return self, as_layer(layer, self.spec.num_layers)
 
     # ---- order ---------------------------------------------------------------------------
 
@@ -153,7 +160,6 @@ class CudaBase(Storage):
 
     @contextmanager
     def _uploaded(self, array: Array, queue: Stream) -> Iterator[Region]:
-        self._refuse_capture(queue, "a call that uploads nothing")
         region = self._staging.upload(array, queue)
         try:
             yield region
@@ -170,13 +176,8 @@ class CudaBase(Storage):
             region.used(queue)
             region.release()
 
-    def _refuse_capture(self, queue: Stream, expected: str) -> None:
-        capturing = ctypes.c_int()
-        self.device.call("pc_cuda_stream_capturing", ctypes.byref(capturing), queue.handle)
-        if capturing.value:
-            raise DeviceError(f"while the stream is captured, {expected}", "another", "stream")
-
-    def _new_array(self, shape: tuple[int, ...], dtype: Any, what: str) -> DeviceArray:
+    def new_array(self, shape: tuple[int, ...], dtype: Any, what: str) -> DeviceArray:
+        """A dense array in device memory of its own, not filled."""
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         memory = DeviceMemory(self.device, max(nbytes, 1), what)
         return DeviceArray(memory.address, shape, None, dtype, self.device, owner=memory)
@@ -184,6 +185,36 @@ class CudaBase(Storage):
     def _outlines(self) -> dict[Kind, list[Array]]:
         slabs = self._open()
         return {kind: [shadow(slab) for slab in slabs[kind]] for kind in KINDS}
+
+    def take_region(self, nbytes: int, queue: Stream) -> Region:
+        """Device memory from the pool of regions, to be used on ``queue`` first."""
+        return self._scratch.take(nbytes, queue)
+
+    def build_pointers(
+        self,
+        layer: int,
+        num_layers: int,
+        table: int,
+        capacity: int,
+        first: int,
+        block_ids: Array,
+        queue: Stream,
+    ) -> None:
+        """Write entries ``first …`` of K and V of ``num_layers`` layers from ``layer`` on."""
+        slabs, step = self._tables.address, 16 * self.spec.num_layers
+        with self._uploaded(block_ids, queue) as region:
+            self.device.call(
+                "pc_cuda_build_pointers",
+                slabs + 16 * layer,
+                slabs + step + 16 * layer,
+                num_layers,
+                region.address,
+                first,
+                len(block_ids),
+                table,
+                capacity,
+                queue.handle,
+            )
 
     def _geometries(self) -> Iterator[tuple[Any, int, int]]:
         """(geometry, address of a table of slabs, slabs): one where K and V are stored alike."""

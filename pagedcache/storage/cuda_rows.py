@@ -33,7 +33,8 @@ class Layout(NamedTuple):
 
 def layout_of(rows: DeviceArray) -> Layout:
     """The layout of a device array ``[tokens, heads, head_dim]``."""
-    return Layout(rows.address, *rows.strides, row_format(rows.dtype).code)
+    token, head, value = rows.strides
+    return Layout(rows.address, token, head, value, row_format(rows.dtype).code)
 
 
 def dense_layout(address: int, shape: Shape, dtype: np.dtype[Any]) -> Layout:

@@ -172,11 +172,11 @@ class PlacedStorage:
         return part.slab_array(local, kind, writable=writable)
 
     def block_array(
-        self, layer: int, kind: Kind, block_id: int, *, writable: bool = False
+        self, layer: int, kind: Kind, block_id: int, *, writable: bool = False, queue: Any = None
     ) -> Any:
         """See :class:`Storage`."""
-        part, local, _ = self._place(layer, None)
-        return part.block_array(local, kind, block_id, writable=writable)
+        part, local, own = self._place(layer, queue)
+        return part.block_array(local, kind, block_id, writable=writable, queue=own)
 
     def on_layer(self, layer: int) -> tuple[Storage, int]:
         """The storage that holds a layer, and the layer's number there."""

@@ -1,0 +1,148 @@
+"""Tables of pointers to blocks, in device memory, for kernels that take pointers instead of ids.
+
+One table holds K and V of all layers of a device for one list of blocks (a sequence's):
+uint64 ``[num_layers, 2, capacity]``, entry i the address of block i, 0 where there is none. It is
+made when it is first asked for, with room to spare; afterwards only entries that changed are
+written, by one kernel for all layers.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from pagedcache._cuda.arrays import DeviceArray
+from pagedcache._cuda.scratch import Region
+from pagedcache._cuda.streams import Stream
+from pagedcache.storage.checks import check_ids
+from pagedcache.storage.cuda_base import CudaBase
+from pagedcache.storage.slabs import KINDS, Array
+
+_LEAST = 16  # entries of a new table
+_DTYPE = np.dtype(np.uint64)
+
+
+class PointerTable:
+    """The pointers to one list of blocks, as ``storage`` has them. Thread-safe."""
+
+    def __init__(self, storage: CudaBase) -> None:
+        self._storage = storage
+        self._lock = threading.Lock()
+        self._region: Region | None = None
+        self._capacity = 0
+        self._shown = np.empty(0, np.int32)  # ids whose addresses the table holds
+
+    def arrays(
+        self, layer: int, block_ids: Array, queue: Stream
+    ) -> tuple[DeviceArray, DeviceArray]:
+        """K and V pointers of one layer, uint64 ``[len(block_ids)]``, right on ``queue``.
+
+        Raises ``StorageMemoryError`` or ``DeviceError``; the table is as it was then.
+        """
+        storage = self._storage
+        check_ids(block_ids, storage.num_blocks)
+        with self._lock:
+            region = self._bring_up_to_date(block_ids, queue)
+            region.used(queue)
+            starts = [
+                region.address + 8 * self._capacity * (2 * layer + part) for part in range(2)
+            ]
+        k, v = (
+            DeviceArray(
+                start, (len(block_ids),), None, _DTYPE, storage.device,
+                owner=region, stream=queue, readonly=True,
+            )
+            for start in starts
+        )
+        return k, v
+
+    def used(self, queue: Stream) -> None:
+        """Kernels of the caller's own on ``queue`` read the table."""
+        with self._lock:
+            if self._region is not None:
+                self._region.used(queue)
+
+    def _bring_up_to_date(self, ids: Array, queue: Stream) -> Region:
+        region, shown = self._region, self._shown
+        if region is None or len(ids) > self._capacity:
+            return self._make(ids, queue)
+        common = min(len(ids), len(shown))
+        changed = np.flatnonzero(ids[:common] != shown[:common])
+        first = int(changed[0]) if len(changed) else common
+        end = max(len(ids), len(shown))
+        region.acquire(queue)
+        if first < end:
+            fresh = np.full(end - first, -1, np.int32)  # behind the end: no pointer is left over
+            fresh[: len(ids) - first] = ids[first:]
+            self._write(region, self._capacity, first, fresh, queue)
+            self._shown = np.array(ids, np.int32)
+        return region
+
+    def _make(self, ids: Array, queue: Stream) -> Region:
+        capacity = _LEAST
+        while capacity < len(ids):
+            capacity *= 2
+        storage = self._storage
+        nbytes = 16 * storage.spec.num_layers * capacity
+        region = storage.take_region(nbytes, queue)
+        try:
+            entries = np.full(capacity, -1, np.int32)
+            entries[: len(ids)] = ids
+            self._write(region, capacity, 0, entries, queue)
+        except BaseException:
+            region.release()
+            raise
+        # The old one returns to the pool of regions once no array over it is left.
+        self._region, self._capacity = region, capacity
+        self._shown = np.array(ids, np.int32)
+        return region
+
+    def _write(
+        self, region: Region, capacity: int, first: int, ids: Array, queue: Stream
+    ) -> None:
+        storage = self._storage
+        storage.build_pointers(
+            0, storage.spec.num_layers, region.address, capacity, first, ids, queue
+        )
+        region.used(queue)
+
+    def close(self, queue: Any = None) -> None:
+        """Give the memory back; with ``queue``, after the caller's kernels there."""
+        with self._lock:
+            region, self._region = self._region, None
+            self._capacity, self._shown = 0, self._shown[:0]
+            if region is not None and queue is not None:
+                region.used(queue)
+
+
+def batch_of_pointers(
+    storage: CudaBase, layer: int, block_ids: Array, queue: Stream
+) -> tuple[DeviceArray, DeviceArray]:
+    """K and V pointers of one layer for ids of any shape, in device memory of their own."""
+    check_ids(block_ids.reshape(-1), storage.num_blocks, -1)
+    count = block_ids.size
+    made = storage.new_array((2, *block_ids.shape), _DTYPE, f"pointers to {count} blocks")
+    if count:
+        storage.build_pointers(
+            layer, 1, made.address, count, 0, block_ids.reshape(-1).astype(np.int32), queue
+        )
+    made.stream = queue
+    return made[0], made[1]
+
+
+def pointers_of(storage: CudaBase, layer: int, block_ids: Array) -> tuple[Array, Array]:
+    """K and V pointers of blocks as host arrays, uint64, shaped as ``block_ids``.
+
+    Ids below 0 give 0. Nothing is taken or queued on the device.
+    """
+    check_ids(block_ids.reshape(-1), storage.num_blocks, -1)
+    found = []
+    for kind in KINDS:
+        slab = storage.slab_array(layer, kind)
+        steps = block_ids.astype(np.int64) * slab.strides[0]
+        with np.errstate(over="ignore"):
+            places = np.uint64(slab.address) + steps.view(np.uint64)
+        found.append(np.where(block_ids < 0, np.uint64(0), places))
+    return found[0], found[1]
