@@ -24,6 +24,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("formats", {"formats"}),
     ("array exchange", {"foreign"}),
     ("values", {"arithmetic", "arrays", "hashing", "placement", "prefix_hasher", "spec"}),
+    ("CUDA runtime", {"_cuda"}),
     ("bodies", {"bookkeeping", "prefix_cache", "storage"}),
     (
         "façade",
@@ -39,6 +40,7 @@ NEVER_REACHED = {
     "bookkeeping": {"spec", "formats", "arithmetic", "placement", "storage", "_native.rows"},
     "storage": {"bookkeeping", "hashing", "prefix_hasher", "prefix_cache", "stats"},
     "formats": {"spec", "storage", "bookkeeping"},
+    "_cuda": {"spec", "storage", "bookkeeping"},
 }
 
 CYTHON_IMPORT = re.compile(
@@ -145,7 +147,8 @@ def test_sides_do_not_reach_each_other(start: str) -> None:
 
 def test_no_module_needs_a_framework_to_be_imported() -> None:
     """Frameworks, plotting, progress bars and test tools are imported where they are used."""
-    banned = {"torch", "pycuda", "cupy", "matplotlib", "gguf", "hypothesis", "pytest", "tqdm"}
+    banned = {"torch", "pycuda", "cupy", "cuda", "matplotlib", "gguf", "hypothesis", "pytest"}
+    banned |= {"tqdm"}
     for path in SOURCES:
         if path.suffix != ".py" or path.stem.endswith("_peer"):  # loaded where the peer is there
             continue

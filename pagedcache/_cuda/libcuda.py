@@ -1,0 +1,82 @@
+"""The few functions of the driver that are called without PyCUDA: who is current, and what failed.
+
+PyCUDA keeps a stack of contexts of its own and puts back only what it knows. A context that torch
+or cuda.core made current is put back by these functions; PyCUDA's exceptions, which carry a text
+and no code, get their code from the driver's own texts.
+"""
+
+from __future__ import annotations
+
+from ctypes import CDLL, byref, c_char_p, c_int, c_uint, c_void_p
+from functools import cache
+
+from pagedcache.errors import CudaUnavailableError
+
+FILE_NAME = "libcuda.so.1"
+
+
+class Driver:
+    """The loaded driver. Methods return CUDA codes (0 is success) beside their results."""
+
+    def __init__(self, handle: CDLL) -> None:
+        self.init = handle.cuInit
+        self.init.argtypes = [c_uint]
+        self._count = handle.cuDeviceGetCount
+        self._count.argtypes = [c_void_p]
+        self._get_current = handle.cuCtxGetCurrent
+        self._get_current.argtypes = [c_void_p]
+        self.set_current = handle.cuCtxSetCurrent
+        self.set_current.argtypes = [c_void_p]
+        self.free_device = handle.cuMemFree_v2
+        self.free_pinned = handle.cuMemFreeHost
+        self.free_device.argtypes = self.free_pinned.argtypes = [c_void_p]
+        self._error_name, self._error_text = handle.cuGetErrorName, handle.cuGetErrorString
+        for function in (self._error_name, self._error_text):
+            function.argtypes = [c_int, c_void_p]
+
+    def device_count(self) -> tuple[int, int]:
+        """(code, number of GPUs this process may use)."""
+        code, count = int(self.init(0)), c_int(0)
+        if not code:
+            code = int(self._count(byref(count)))
+        return code, count.value
+
+    def current(self) -> int:
+        """Address of the context that is current on this thread, 0 for none."""
+        context = c_void_p()
+        return (context.value or 0) if not self._get_current(byref(context)) else 0
+
+    def error_name(self, code: int) -> str:
+        """The driver's name of a code, such as ``"CUDA_ERROR_OUT_OF_MEMORY"``."""
+        return self._words(self._error_name, code)
+
+    def error_text(self, code: int) -> str:
+        """The driver's words for a code, such as ``"out of memory"``."""
+        return self._words(self._error_text, code)
+
+    def _words(self, function: object, code: int) -> str:
+        words = c_char_p()
+        assert callable(function)
+        function(code, byref(words))
+        return words.value.decode(errors="replace") if words.value else f"CUDA error {code}"
+
+    @cache  # noqa: B019 - the one Driver lives as long as the process
+    def codes(self) -> dict[str, int]:
+        """Text -> code for every code that has a text of its own."""
+        texts = {code: self.error_text(code) for code in range(1, 1000)}
+        return {text: code for code, text in reversed(texts.items())}
+
+
+@cache
+def open_driver() -> Driver:
+    """The NVIDIA driver of this machine.
+
+    Raises ``CudaUnavailableError`` when there is none; a later call looks again.
+    """
+    try:
+        return Driver(CDLL(FILE_NAME))
+    except (OSError, AttributeError) as error:
+        raise CudaUnavailableError(
+            f"there is no NVIDIA driver ({error}): install one for this GPU, or run the container "
+            "with GPU access (docker run --gpus all)"
+        ) from None
