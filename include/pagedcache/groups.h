@@ -31,9 +31,8 @@ PC_INLINE int pc_all_finite(const float *PC_RESTRICT values, int64_t count) {
 }
 
 /* Copy a group with Inf replaced by +- its largest finite magnitude and NaN by 0; a group with no
- * finite value becomes +0 throughout. */
-PC_INLINE void pc_copy_saturated(const float *PC_RESTRICT values, int64_t count,
-                                 float *PC_RESTRICT out) {
+ * finite value becomes +0 throughout. `out` may be `values`. */
+PC_INLINE void pc_copy_saturated(const float *values, int64_t count, float *out) {
     uint32_t most = 0u;
     int any_finite = 0;
     for (int64_t i = 0; i < count; i++) {

@@ -1,0 +1,62 @@
+/* What kernels need of CUDA, and the only header that brings it: the toolkit under nvcc, else the
+ * emulation of the tests, which runs the same text on the host.
+ */
+#ifndef PAGEDCACHE_CUDA_DEVICE_H
+#define PAGEDCACHE_CUDA_DEVICE_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+
+/* Before a loop whose arrays must stay in registers, or whose loads are to be started together. */
+#define PC_UNROLL _Pragma("unroll")
+#define PC_PRAGMA(text) _Pragma(#text)
+#define PC_UNROLL_BY(count) PC_PRAGMA(unroll count)
+
+/* An array in shared memory; the emulation cannot spell it as a storage class. */
+#define PC_SHARED(type, name, count) __shared__ type name[count]
+
+/* Start a kernel on a stream (NULL: the legacy default stream); returns a CUDA error code. */
+template <class... Parameters, class... Arguments>
+int pc_launch(void (*kernel)(Parameters...), dim3 grid, dim3 cta, size_t shared_nbytes,
+              void *stream, Arguments... arguments) {
+    const auto start = [=](Parameters... converted) {
+        void *addresses[] = {(void *)&converted...};
+        return cudaLaunchKernel((const void *)kernel, grid, cta, addresses, shared_nbytes,
+                                (cudaStream_t)stream);
+    };
+    return (int)start(arguments...);
+}
+#else
+#include "emulation.h"
+#define PC_UNROLL
+#define PC_UNROLL_BY(count)
+#endif
+
+#define PC_DEVICE __device__ __forceinline__
+
+constexpr int PC_WARP = 32;
+constexpr int PC_CTA = 256; /* threads of a CTA, where a kernel has no reason of its own */
+
+/* Loads that a thread starts before it waits for the first of them, where a kernel only copies. */
+constexpr int PC_BATCH = 2;
+
+/* CTAs for n threads in a grid-stride loop: enough to fill any GPU, and no more. */
+inline unsigned pc_grid(int64_t n, int64_t threads_per_cta) {
+    const int64_t wanted = (n + threads_per_cta - 1) / threads_per_cta;
+    return (unsigned)(wanted < 16384 ? wanted : 16384);
+}
+
+/* Number of this thread along x, and how many there are. */
+PC_DEVICE int64_t pc_thread() {
+    return (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+PC_DEVICE int64_t pc_num_threads() {
+    return (int64_t)gridDim.x * blockDim.x;
+}
+
+#endif

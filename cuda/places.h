@@ -1,0 +1,86 @@
+/* Where rows lie in the pool, for the two ways to name them: by slot, to store; by a list of blocks
+ * in token order, to load. Addresses come from pc_row_address() of geometry.h alone.
+ */
+#ifndef PAGEDCACHE_CUDA_PLACES_H
+#define PAGEDCACHE_CUDA_PLACES_H
+
+#include "units.h"
+#include "walk.h"
+
+/* A stored row; data is NULL where there is none. */
+struct pc_place {
+    uint8_t *data, *scales;
+};
+
+PC_DEVICE pc_place pc_place_at(const pc_geometry &geometry, uint8_t *slab, int64_t block_stride,
+                               int64_t block, int64_t head, int64_t offset) {
+    const pc_address at = pc_row_address(&geometry, block_stride, block, head, offset);
+    return {slab + at.data, slab + at.scales};
+}
+
+/* A byte of the row, or NULL where there is none. */
+PC_DEVICE uint8_t *pc_in_place(const pc_place &place, int64_t byte) {
+    return place.data == nullptr ? nullptr : place.data + byte;
+}
+
+/* The first fault of a call: {code, where}, written by the thread that finds it first. */
+PC_DEVICE void pc_report(void *fault, int code, int64_t where) {
+    unsigned long long *const words = (unsigned long long *)fault;
+    if (words != nullptr && atomicCAS(words, 0ULL, (unsigned long long)code) == 0ULL) {
+        words[1] = (unsigned long long)where;
+    }
+}
+
+/* ---- by slot --------------------------------------------------------------------------------- */
+
+struct pc_store_call {
+    pc_geometry geometry;
+    pc_slab slab;
+    pc_rows rows;
+    pc_walk walk;
+    pc_divisor block_size;
+    int64_t num_slots;
+    const int64_t *slots;
+    void *fault;
+    int policy;
+};
+
+PC_DEVICE pc_place pc_stored_place(const pc_store_call &call, const pc_spot &spot) {
+    const int64_t slot = call.slots[spot.token];
+    if (slot < 0 || slot >= call.num_slots) {
+        if (slot != -1 && spot.head == 0 && spot.unit == 0) {
+            pc_report(call.fault, PC_E_RANGE, slot);
+        }
+        return {nullptr, nullptr};
+    }
+    const int64_t block = pc_divide(slot, call.block_size);
+    return pc_place_at(call.geometry, call.slab.base, call.slab.block_stride, block, spot.head,
+                       slot - block * call.block_size.divisor);
+}
+
+/* ---- by a list of blocks --------------------------------------------------------------------- */
+
+struct pc_load_call {
+    pc_geometry geometry;
+    pc_slab slab;
+    pc_rows rows;
+    pc_walk walk;
+    pc_divisor block_size;
+    int64_t first;
+    const int32_t *block_ids;
+    const uint64_t *block_pointers; /* instead of slab and ids, unless NULL */
+};
+
+PC_DEVICE pc_place pc_listed_place(const pc_load_call &call, const pc_spot &spot) {
+    const int64_t position = call.first + spot.token;
+    const int64_t index = pc_divide(position, call.block_size);
+    const int64_t offset = position - index * call.block_size.divisor;
+    if (call.block_pointers != nullptr) {
+        uint8_t *const block = (uint8_t *)(uintptr_t)call.block_pointers[index];
+        return pc_place_at(call.geometry, block, 0, 0, spot.head, offset);
+    }
+    return pc_place_at(call.geometry, call.slab.base, call.slab.block_stride, call.block_ids[index],
+                       spot.head, offset);
+}
+
+#endif
