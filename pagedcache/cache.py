@@ -143,7 +143,7 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, BatchPointers, Upkeep, Ordering)
         Handles raise ``FreedHandleError`` from now on. Arrays of live views stay valid; the
         memory goes back to the system when the last of them is gone.
         """
-        ledger, storage = self._ledger, self._storage
+        ledger = self._ledger
         states = self._handles.close()
         self._ledger = self._storage = freed("this cache")
         if isinstance(ledger, Gone):
@@ -155,8 +155,6 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, BatchPointers, Upkeep, Ordering)
             pass  # in a forked child: what the parent's handles hold is not ours to give back
         # Calls and views in flight hold the storage by themselves; it goes with the last of them.
         self._movers.forget()
-        if self._on_device:
-            storage.close()
 
     def __enter__(self) -> PagedKVCache:
         self._ledger.layout_epoch  # noqa: B018 - refuses on a closed cache

@@ -43,7 +43,7 @@ class Ordering:
         states = states_of(listed(seqs))
         queue = self._queue(stream)
         if queue is not None and states:
-            tables = [state.block_table() for state in states]
+            tables = [state.blocks() for state in states]
             self._storage.publish(np.concatenate(tables), queue, False)
 
     def synchronize(self) -> None:
@@ -107,7 +107,7 @@ class Ordering:
             return
         size = self.spec.block_size
         parts = [
-            state.block_table()[state.seq_len // size : -(-end // size)]
+            state.blocks(state.seq_len // size, max(-(-end // size), 0))
             for state, end in zip(states, ends, strict=True)
         ]
         if parts:
@@ -123,6 +123,6 @@ class Ordering:
         if not self._on_device:
             return
         try:
-            self._storage.publish(state.block_table()[first_block:], queue, False)
+            self._storage.publish(state.blocks(first_block), queue, False)
         except PagedCacheError:
             pass

@@ -252,7 +252,7 @@ class SequenceReading(NoCopy):
         safe_on = (queue, storage.crossings)
         if num_shared is None and self._safe_on == safe_on:
             return
-        table = self._state.block_table()
+        table = self._state.blocks()
         storage.acquire(table[:num_shared], queue, False)
         if num_shared is not None:
             storage.acquire(table[num_shared:], queue, True)

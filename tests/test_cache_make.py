@@ -143,12 +143,12 @@ def test_devices_per_layer():
                         seq.layer_device(layer)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", "CUDA:3", ["cpu", "cuda:0"]])
-def test_cuda_is_refused_with_a_cure(device):
-    # SPEC F15, CASE C48
-    with pytest.raises(pc.CudaUnavailableError, match="no CUDA support yet") as caught:
+@pytest.mark.parametrize("device", ["cuda:999", "CUDA:999", ["cpu", "cuda:999"]])
+def test_cuda_is_refused_with_what_is_missing(device):
+    # SPEC F15 F42, CASE C48
+    missing = "PyCUDA is not|driver|no GPU|no cuda:999|kernels"
+    with pytest.raises(pc.CudaUnavailableError, match=missing):
         pc.PagedKVCache(spec(), num_blocks=2, device=device)
-    assert 'device="cpu"' in caught.value.reason
 
 
 @pytest.mark.parametrize("device", ["tpu", "cpu:0", "", "cuda:x", 0, None, ["cpu", 1]])

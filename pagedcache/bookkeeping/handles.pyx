@@ -187,6 +187,24 @@ cdef class SeqState:
         out.setflags(write=False)
         return out
 
+    def blocks(self, first=0, last=None):
+        """Ids of the blocks number ``first … last - 1`` as far as the table goes, int32 copy."""
+        cdef int64_t a = int_argument(first, "first", 0, 2**62)
+        cdef int64_t b = 2**62 if last is None else int_argument(last, "last", 0, 2**62)
+        cdef int64_t n = min(b, self.num_blocks) - a
+        cdef int64_t held
+        try:
+            out = np.empty(max(n, <int64_t> 0), dtype=np.int32)
+        except MemoryError:
+            raise StorageMemoryError(4 * n, "a part of a block table") from None
+        cdef int32_t[::1] view = out
+        self._enter()
+        held = min(n, self.s.num_blocks - a)      # the table may have shrunk in between
+        if held > 0:
+            memcpy(&view[0], self.s.table + a, held * sizeof(int32_t))
+        leave(self.pool.p)
+        return out[:max(held, <int64_t> 0)]
+
     def slot_mapping(self, start, stop):
         """int64 slots of positions start … stop, for reading (store() refuses shared ones)."""
         cdef int64_t a = int_argument(start, "start", 0, 2**62)

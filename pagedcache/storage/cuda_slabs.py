@@ -11,7 +11,7 @@ from pagedcache._cuda.arrays import DeviceArray
 from pagedcache._cuda.driver import Device
 from pagedcache._cuda.exchange import as_device_array, check_pointer
 from pagedcache._cuda.memory import DeviceMemory
-from pagedcache.errors import DeviceError
+from pagedcache.errors import DeviceError, StorageMemoryError
 from pagedcache.spec import CacheSpec
 from pagedcache.storage import slabs as slab_memory
 from pagedcache.storage.shadows import shadow, shadowed
@@ -26,13 +26,17 @@ def allocate(device: Device, spec: CacheSpec, num_blocks: int) -> Slabs:
     Raises :class:`StorageMemoryError` when the device has not that much.
     """
     slabs: Slabs = {"k": [], "v": []}
+    total = spec.storage_nbytes(num_blocks)
     with ExitStack() as undo:
         for kind in KINDS:
             shape, dtype = slab_memory.shape_of_block(spec, kind)
             nbytes = num_blocks * spec.layer_block_nbytes(kind)
             for layer in range(spec.num_layers):
-                what = f"{kind} of layer {layer}: {num_blocks:,} blocks"
-                memory = DeviceMemory(device, nbytes, what)
+                what = f"{num_blocks:,} blocks of {kind} of layer {layer}"
+                try:
+                    memory = DeviceMemory(device, nbytes, what)
+                except StorageMemoryError as error:
+                    raise StorageMemoryError(total, f"{what} and the others") from error
                 undo.callback(memory.free)
                 device.call("pc_cuda_fill", memory.address, 0, nbytes, None)
                 slabs[kind].append(
