@@ -36,10 +36,10 @@ void set_defaults() {
     }
 }
 
-[[gnu::constructor]] void set_up() {
+[[maybe_unused]] const bool is_set_up = [] {
     set_defaults();
-    pthread_atfork(nullptr, nullptr, [] { forked = true; });
-}
+    return pthread_atfork(nullptr, nullptr, [] { forked = true; }) == 0;
+}();
 
 std::string without_version(const char *function) {
     std::string name = function;
