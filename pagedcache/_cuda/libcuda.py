@@ -7,12 +7,16 @@ and no code, get their code from the driver's own texts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import CDLL, byref, c_char_p, c_int, c_uint, c_void_p
 from functools import cache
 
 from pagedcache.errors import CudaUnavailableError
 
 FILE_NAME = "libcuda.so.1"
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Driver:
@@ -27,6 +31,8 @@ class Driver:
         self._get_current.argtypes = [c_void_p]
         self.set_current = handle.cuCtxSetCurrent
         self.set_current.argtypes = [c_void_p]
+        self._exchange_mode = handle.cuThreadExchangeStreamCaptureMode
+        self._exchange_mode.argtypes = [c_void_p]
         self.free_device = handle.cuMemFree_v2
         self.free_pinned = handle.cuMemFreeHost
         self.free_device.argtypes = self.free_pinned.argtypes = [c_void_p]
@@ -45,6 +51,20 @@ class Driver:
         """Address of the context that is current on this thread, 0 for none."""
         context = c_void_p()
         return (context.value or 0) if not self._get_current(byref(context)) else 0
+
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """A block in which this thread may take and free memory while a stream is captured.
+
+        Without it such a call, which a finaliser may make at any time, would spoil the capture.
+        """
+        mode = c_int(_RELAXED)
+        refused = self._exchange_mode(byref(mode))
+        try:
+            yield
+        finally:
+            if not refused:
+                self._exchange_mode(byref(mode))
 
     def error_name(self, code: int) -> str:
         """The driver's name of a code, such as ``"CUDA_ERROR_OUT_OF_MEMORY"``."""

@@ -25,7 +25,7 @@ class _Memory:
         self.device, self.nbytes, self.what = device, nbytes, what
         if device.broken is not None:
             device.refuse(f"an allocation for {what}")
-        with device.current():
+        with device.current(), device.driver.relaxed():
             try:
                 held = self._take(device.pycuda, max(nbytes, 1))
             except device.pycuda.Error as error:
@@ -65,7 +65,7 @@ class _Memory:
         """Whether the memory was PyCUDA's to release: not where its context cannot be pushed."""
         pushed = False
         try:
-            with self.device.current():
+            with self.device.current(), self.device.driver.relaxed():
                 pushed = True
                 self._release(held)
         except Exception:

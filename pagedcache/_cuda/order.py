@@ -234,16 +234,16 @@ class Order:
             written[block_ids] = clock.queued
 
     def _come_after(self, clock: _Clock, needed: list[tuple[_Clock, int]]) -> None:
-        needed = [
-            (other, number)
-            for other, number in needed
-            if other is not clock and number > clock.waited.get(other.stream, 0)
-        ]
-        if not needed:
-            return
-        late = [other.stream for other, number in needed if other.covering(number) is None]
-        self._refuse_captures([clock.stream, *late])
+        last: dict[Stream, tuple[_Clock, int]] = {}
         for other, number in needed:
+            done = clock.waited.get(other.stream, 0)
+            if other is not clock and number > max(done, last.get(other.stream, (other, 0))[1]):
+                last[other.stream] = other, number
+        if not last:
+            return
+        late = [other.stream for other, number in last.values() if not other.covering(number)]
+        self._refuse_captures([clock.stream, *late])
+        for other, number in last.values():
             self._wait(clock, other, other.covering(number) or self._record(other))
 
     def _refuse_captures(self, streams: list[Stream]) -> None:

@@ -12,7 +12,7 @@ from pagedcache._cuda.driver import Device
 from pagedcache._cuda.memory import DeviceMemory
 from pagedcache._cuda.order import Mark, Order
 from pagedcache._cuda.streams import Stream
-from pagedcache.errors import StorageMemoryError
+from pagedcache.errors import PagedCacheError, StorageMemoryError
 
 #: Regions above this are freed instead of kept.
 KEPT_NBYTES = 64 << 20
@@ -112,7 +112,12 @@ class Scratch:
             self._idle.append((memory, marks))
 
     def trim(self) -> None:
-        """Free all idle regions; waits for the device."""
+        """Free all idle regions, once the device is done with them; the host waits."""
+        if self._idle and self.device.broken is None and self.device.is_usable:
+            try:
+                self.device.synchronize()
+            except PagedCacheError:  # free() copes
+                pass
         while self._idle:
             try:
                 memory, _ = self._idle.pop()
