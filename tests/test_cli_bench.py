@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cli_tools import run
 
+from pagedcache.checks import devices
 from pagedcache.cli.bench import peers
 from pagedcache.cli.bench.rows import measure
 from pagedcache.cli.bench.timing import medians, staged, timed
@@ -88,12 +89,24 @@ def test_csv_and_md(capsys: Capture) -> None:
     [["nonsense"], ["store", "--format", "q5"], ["--sizes", "1KiB"], ["--sizes", "2G"],
      ["--runs", "6"], ["convert", "--sizes", "9999TiB"], ["quantize", "--sizes", "4KiB,7EiB"],
      ["--sizes", "9223372036854775807"], ["quantize", "--format", "float32"],
-     ["store", "quantize", "--format", "float16", "--format", "bfloat16"]],
+     ["store", "quantize", "--format", "float16", "--format", "bfloat16"],
+     ["--device", "gpu"], ["--device", "cuda:x"], ["pool", "--device", "cuda"], ["tables"],
+     ["store", "--device", "cuda", "--tokens", "0"]],
 )
 def test_usage(capsys: Capture, argv: list[str]) -> None:
     done = run(capsys, "bench", *argv)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(("pagedcache bench: ", "usage: ")) and "Traceback" not in done.err
+
+
+def test_a_device_that_cannot_be_used_ends_with_the_reason(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # CASE C48
+    monkeypatch.setattr(devices, "device_problem", lambda name: f"not available: no {name} here")
+    done = run(capsys, "bench", "store", "--device", "cuda:1")
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "pagedcache bench: cuda:1 is not available: no cuda:1 here\n"
 
 
 def test_formats_that_are_not_quantised_say_which_are(capsys: Capture) -> None:
@@ -147,6 +160,10 @@ def test_rows_do_the_arithmetic() -> None:
         (1.5, 18.75, 2000.0)
     ] * 2
     assert [(row.peer, row.peer_ratio) for row in rows] == [("x", 3.0), ("y", 0.5)]
+    # The copy may be one of another size: 6 MB moved in 1 ms are 6 GB/s.
+    del timers["x"], timers["y"]
+    (row,) = measure("op", "v", None, 4_000_000, 1000, timers, 7, 3_000_000, copied=3_000_000)
+    assert (row.gbps_moved, row.pct_of_copy, row.peer) == (1.5, 25.0, None)
 
 
 def test_timed_repeats_short_functions() -> None:

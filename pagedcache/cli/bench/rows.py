@@ -13,11 +13,13 @@ from .timing import Timer, medians
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asked for. Sizes are bytes of float32."""
+    """What the command line asked for. Sizes are bytes of float32; ``tokens`` are for GPUs."""
 
     runs: int
     sizes: tuple[int, ...]
     formats: tuple[str, ...]
+    device: str = "cpu"
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,9 @@ class Row:
     """One figure. ``size``: bytes of float32 where bytes move, else items.
 
     ``gbps_moved``: bytes read plus bytes written, per second. ``pct_of_copy``: that, as a share
-    of what a plain copy of ``size`` bytes moves in the same run. ``peer_ratio``: the peer's time
-    over ours, above 1 when we are faster; a missing peer is ``None``.
+    of what a plain copy of ``size`` bytes (on a GPU: of as many as ours moves) moves in the same
+    run. ``peer_ratio``: the peer's time over ours, above 1 when we are faster; a missing peer is
+    ``None``.
     """
 
     op: str
@@ -50,10 +53,12 @@ def measure(
     timers: Mapping[str, Timer],
     runs: int,
     moved: int | None = None,
+    copied: int | None = None,
 ) -> Iterator[Row]:
     """Time ``ours`` against ``copy`` (optional) and every other timer, which are the peers.
 
-    ``moved``: bytes that ours reads and writes. One row per peer, or one with none.
+    ``moved``: bytes that ours reads and writes. ``copied``: bytes that ``copy`` reads and writes
+    again, by default ``size``. One row per peer, or one with none.
     """
     times = medians(timers, runs)
     ours = times.pop("ours")
@@ -61,7 +66,7 @@ def measure(
     gbps = None if moved is None else moved / ours / 1e9
     share = None
     if copy is not None and gbps is not None:
-        share = 100 * gbps / (2 * size / copy / 1e9)
+        share = 100 * gbps / (2 * (size if copied is None else copied) / copy / 1e9)
     for peer, peer_time in times.items() or [(None, None)]:
         ratio = None if peer_time is None else peer_time / ours
         yield Row(

@@ -17,16 +17,19 @@ from .timing import Timer, timed
 
 HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 PREFILL, BATCH = 2048, 256
-_SOURCES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+SOURCES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
-def make_cache(name: str, layout: str, num_tokens: int) -> pagedcache.PagedKVCache:
-    """A cache of one layer with twice the blocks that ``num_tokens`` need."""
+def make_cache(
+    name: str, layout: str, num_tokens: int, device: str = "cpu", num_layers: int = 1
+) -> pagedcache.PagedKVCache:
+    """A cache with twice the blocks that ``num_tokens`` need."""
     spec = pagedcache.CacheSpec(
-        num_layers=1, num_kv_heads=HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE,
+        num_layers=num_layers, num_kv_heads=HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE,
         kv_format=name, layout=layout, on_nonfinite="saturate",
     )
-    return pagedcache.PagedKVCache(spec, 2 * -(-num_tokens // BLOCK_SIZE), partial_block_reuse=0)
+    num_blocks = 2 * -(-num_tokens // BLOCK_SIZE)
+    return pagedcache.PagedKVCache(spec, num_blocks, device=device, partial_block_reuse=0)
 
 
 def scattered(cache: pagedcache.PagedKVCache, num_seqs: int, tokens_each: int) -> list[Any]:
@@ -50,7 +53,7 @@ def rows(options: Options) -> Iterator[Row]:
     """Every source dtype into every format and layout; peers: a NumPy scatter, vLLM's CPU op."""
     for name in options.formats:
         for layout in ("HND", "NHD"):
-            for source in _SOURCES:
+            for source in SOURCES:
                 for what, num_seqs, each in (("prefill", 1, PREFILL), ("decode", BATCH, 1)):
                     yield from _one(options, name, layout, source, what, num_seqs, each)
 

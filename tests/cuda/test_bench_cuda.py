@@ -1,0 +1,138 @@
+"""``pagedcache bench --device cuda``: every area runs, its rows add up, and memory comes back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_tools import run
+
+from pagedcache.cli.bench import peers
+from pagedcache.cli.bench.gpu import machine as machine_module
+from pagedcache.cli.bench.gpu.clock import Clock
+from pagedcache.cli.bench.gpu.machine import Machine, check
+from pagedcache.cli.bench.rows import Options
+
+Capture = pytest.CaptureFixture[str]
+pytestmark = pytest.mark.usefixtures("cuda")
+
+
+@pytest.fixture(autouse=True)
+def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch the same rows come on every machine."""
+    monkeypatch.setattr(peers, "torch", lambda: None)
+
+
+def bench(capsys: Capture, *argv: str) -> list[dict[str, Any]]:
+    done = run(capsys, "bench", *argv, "--device", "cuda", "--tokens", "4", "-o", "json")
+    assert (done.code, done.err) == (0, "")
+    rows: list[dict[str, Any]] = done.json()
+    for row in rows:
+        assert row["runs"] == 7 and row["ns_per_item"] > 0
+        assert (row["gbps_moved"] is None) == (row["pct_of_copy"] is None)
+        assert (row["peer"] is None) == (row["peer_ratio"] is None)
+    return rows
+
+
+def test_store_and_gather_rows(capsys: Capture) -> None:
+    # SPEC F43
+    rows = bench(capsys, "store", "gather", "--format", "float16", "--format", "q8")
+    store = [row for row in rows if row["op"] == "store"]
+    assert [row["variant"] for row in store if row["format"] == "q8"] == [
+        f"{source}, {layout}, {what} 4"
+        for layout in ("HND", "NHD")
+        for what in ("prefill", "decode")
+        for source in ("float32", "float16", "bfloat16")
+    ]
+    assert len(store) == 24
+    # 4 tokens of 8 heads x 128 values, K and V, and what they take in the format.
+    for row in store:
+        wide = 4 if row["variant"].startswith("float32") else 2
+        assert row["size"] == 8192 * wide
+        stored = 8192 * {"float16": 2, "q8": 1.125}[row["format"]]
+        moved = row["size"] + stored
+        seconds = 4 * row["ns_per_item"] * 1e-9
+        assert row["gbps_moved"] == pytest.approx(moved / seconds / 1e9, rel=2e-3)
+    gather = [(row["format"], row["variant"]) for row in rows if row["op"] == "gather"]
+    assert gather == [
+        ("float16", "HND→float32, 4 tokens"), ("float16", "HND→float16, 4 tokens"),
+        ("float16", "NHD→float32, 4 tokens"), ("float16", "NHD→float16, 4 tokens"),
+        ("q8", "HND→float32, 4 tokens"), ("q8", "NHD→float32, 4 tokens"),
+    ]  # fmt: skip
+    assert all(row["pct_of_copy"] > 0 and row["peer"] is None for row in rows)
+
+
+def test_convert_and_quantize_rows(capsys: Capture) -> None:
+    rows = bench(capsys, "convert", "quantize", "--sizes", "16KiB", "--format", "q4_1")
+    assert [row["variant"] for row in rows] == [
+        "f32→float16", "float16→f32", "f32→bfloat16", "bfloat16→f32", "f32→q4_1", "q4_1→f32",
+    ]  # fmt: skip
+    assert {row["size"] for row in rows} == {16384}  # whole tokens: 2 of 8192 bytes
+
+
+def test_block_rows(capsys: Capture) -> None:
+    # SPEC F44
+    rows = bench(capsys, "blocks", "--format", "q4_0", "--format", "bfloat16")
+    assert [row["variant"] for row in rows] == [
+        "copy-on-write 1 block", "copy half of 1 block", "move 1 block",
+    ] * 2  # fmt: skip
+    # A block: 4 layers, K and V, 16 tokens of 8 heads x 128 values.
+    assert [row["size"] for row in rows] == [131072 * 9 // 16] * 3 + [131072 * 2] * 3
+
+
+def test_table_and_call_rows(capsys: Capture) -> None:
+    # SPEC F45
+    rows = bench(capsys, "tables", "calls")
+    assert [(row["variant"], row["peer"]) for row in rows] == [
+        ("build, 2 x 32 layers", "upload"),
+        ("unchanged, 2 x 32 layers", "upload"),
+        ("one block more, 2 x 32 layers", "upload"),
+        ("store 1 token, queued", "copy of 256 B"),
+        ("store 1 token, done", "copy of 256 B"),
+        ("store, device slots, queued", "copy of 256 B"),
+        ("store, device slots, done", "copy of 256 B"),
+        ("gather 1 token, queued", "copy of 256 B"),
+        ("gather 1 token, done", "copy of 256 B"),
+    ]
+    assert [row["size"] for row in rows[:3]] == [2 * 32 * 2 * 8] * 3
+    assert all(row["gbps_moved"] is None for row in rows)
+
+
+def test_time_is_the_device_s_own() -> None:
+    """A function that queues nothing takes next to nothing, however long the host is busy."""
+    options = Options(7, (), (), "cuda:0", 1)
+    with Machine(options) as machine:
+        large, small = machine.copy(32 << 20)(), machine.copy(1 << 20)()
+        assert small < large
+        assert 0 < machine.timer(lambda: None)() < large
+
+
+def test_tokens_are_halved_until_they_fit(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Machine(Options(7, (), (), "cuda:0", 1)) as machine:
+        room = 12 * machine_module.TOKEN_NBYTES  # of six arrays in half of the free memory
+        monkeypatch.setattr(machine.device, "memory_info", lambda: (100 * room, 0))
+        assert machine.fitting(100) == 100
+        assert capsys.readouterr().err == ""
+        assert machine.fitting(401) == 100
+        said = capsys.readouterr().err
+        assert said.startswith("pagedcache bench: cuda:0: 100 tokens at a time, not 401: ")
+
+
+def test_wrong_values_are_not_timed() -> None:
+    with Machine(Options(7, (), (), "cuda:0", 1)) as machine:
+        k, v = machine.rows(3, np.dtype(np.float32))
+        check(k, k, "a store")
+        with pytest.raises(AssertionError, match="a store is wrong by .*: not timed"):
+            check(k, v, "a store")
+
+
+def test_the_host_is_ahead_of_the_device() -> None:
+    with Machine(Options(7, (), (), "cuda:0", 1)) as machine:
+        clock: Clock = machine.clock
+        repeats, copies = clock._plan(lambda: None)
+        assert 1 <= repeats <= 50 and 1 <= copies <= 300
+        assert math.isfinite(clock._copy_seconds) and clock._copy_seconds > 0
