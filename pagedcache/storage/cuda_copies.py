@@ -76,9 +76,8 @@ class CudaCopies(CudaBase):
                 try:
                     for where in done:
                         self._launch_moves(where, table.address + 8 * len(src), len(src), queue)
-                except PagedCacheError:
-                    if isinstance(error, DeviceError):
-                        self.device.broken = error
+                except PagedCacheError:  # blocks lie where nobody can name them
+                    self.device.broken = DeviceError("moves to be undone", str(error), "move")
                 raise
 
     def _launch_moves(

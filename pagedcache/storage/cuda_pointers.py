@@ -33,6 +33,7 @@ class PointerTable:
         self._region: Region | None = None
         self._capacity = 0
         self._shown = np.empty(0, np.int32)  # ids whose addresses the table holds
+        self._readers: dict[Stream, None] = {}  # where kernels of the caller's own may read it
 
     def arrays(
         self, layer: int, block_ids: Array, queue: Stream
@@ -45,6 +46,7 @@ class PointerTable:
         check_ids(block_ids, storage.num_blocks)
         with self._lock:
             region = self._bring_up_to_date(block_ids, queue)
+            self._readers[queue] = None
             region.used(queue)
             starts = [
                 region.address + 8 * self._capacity * (2 * layer + part) for part in range(2)
@@ -58,12 +60,6 @@ class PointerTable:
         )
         return k, v
 
-    def used(self, queue: Stream) -> None:
-        """Kernels of the caller's own on ``queue`` read the table."""
-        with self._lock:
-            if self._region is not None:
-                self._region.used(queue)
-
     def _bring_up_to_date(self, ids: Array, queue: Stream) -> Region:
         region, shown = self._region, self._shown
         if region is None or len(ids) > self._capacity:
@@ -72,6 +68,8 @@ class PointerTable:
         changed = np.flatnonzero(ids[:common] != shown[:common])
         first = int(changed[0]) if len(changed) else common
         end = max(len(ids), len(shown))
+        for reader in self._readers:
+            region.used(reader)  # what was queued there after the table was asked for
         region.acquire(queue)
         if first < end:
             fresh = np.full(end - first, -1, np.int32)  # behind the end: no pointer is left over
@@ -94,7 +92,7 @@ class PointerTable:
         except BaseException:
             region.release()
             raise
-        # The old one returns to the pool of regions once no array over it is left.
+        self._retire()
         self._region, self._capacity = region, capacity
         self._shown = np.array(ids, np.int32)
         return region
@@ -111,10 +109,18 @@ class PointerTable:
     def close(self, queue: Any = None) -> None:
         """Give the memory back; with ``queue``, after the caller's kernels there."""
         with self._lock:
-            region, self._region = self._region, None
+            if queue is not None:
+                self._readers[queue] = None
+            self._retire()
             self._capacity, self._shown = 0, self._shown[:0]
-            if region is not None and queue is not None:
-                region.used(queue)
+
+    def _retire(self) -> None:
+        """Let the region go; it is used anew once no array over it is left, after its readers."""
+        region, self._region = self._region, None
+        if region is not None:
+            for reader in self._readers:
+                region.used(reader)
+        self._readers = {}
 
 
 def batch_of_pointers(

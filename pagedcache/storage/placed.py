@@ -206,7 +206,7 @@ class PlacedStorage:
                 done.append((name, part))
         except PagedCacheError:
             for name, part in done:
-                part.move_blocks(moves[::-1, ::-1], (queue or {}).get(name))
+                _move_back(part, moves, (queue or {}).get(name))
             raise
 
     def fill_blocks(self, block_ids: Array, byte: int, queue: Queues | None = None) -> None:
@@ -230,6 +230,16 @@ class PlacedStorage:
         """See :class:`Storage`."""
         for part in self._parts.values():
             part.synchronize()
+
+
+def _move_back(part: Any, moves: Array, queue: Any) -> None:
+    """Undo moves; a device that refuses even that holds blocks that nobody can name any more."""
+    try:
+        part.move_blocks(moves[::-1, ::-1], queue)
+    except DeviceError as error:
+        part.device.broken = error
+    except PagedCacheError as error:
+        part.device.broken = DeviceError("moves to be undone", str(error), "defragment")
 
 
 def _part_of(slabs: Any, devices: Sequence[str], name: str, num_layers: int) -> Any:
