@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pagedcache._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from pagedcache._cuda.arrays import DeviceArray as DeviceArray
     from pagedcache.arithmetic import FlatQuantized as FlatQuantized
     from pagedcache.arithmetic import bfloat16_bits_to_float32 as bfloat16_bits_to_float32
     from pagedcache.arithmetic import dequantize as dequantize
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from pagedcache.hashing import compute_block_hash as compute_block_hash
     from pagedcache.hashing import compute_block_hashes as compute_block_hashes
     from pagedcache.hashing import compute_prefix_hash as compute_prefix_hash
+    from pagedcache.pointers import PointerTables as PointerTables
     from pagedcache.prefix_cache import PrefixCache as PrefixCache
     from pagedcache.sequence import AppendResult as AppendResult
     from pagedcache.sequence import Sequence as Sequence
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
 
 # The same names for the running program: module -> names (tests compare the two lists).
 _NAMES = {
+    "_cuda.arrays": "DeviceArray",
     "arithmetic": "FlatQuantized bfloat16_bits_to_float32 dequantize float16_bits_to_float32 "
     "float32_to_bfloat16_bits float32_to_float16_bits quantize",
     "batches": "PageTable",
@@ -81,6 +84,7 @@ _NAMES = {
     "SlotError StaleMappingError StorageMemoryError",
     "formats": "FORMATS KVFormat get_format",
     "hashing": "compute_block_hash compute_block_hashes compute_prefix_hash",
+    "pointers": "PointerTables",
     "prefix_cache": "PrefixCache",
     "sequence": "AppendResult Sequence",
     "spec": "CacheSpec",
