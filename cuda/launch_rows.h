@@ -56,6 +56,7 @@ template <class Kernels, class Format, class Call>
 int pc_launch_groups(Call &call, int64_t num_tokens, void *stream) {
     const pc_geometry &g = call.geometry;
     const int cta = PC_TILE_WARPS * PC_WARP;
+    /* tile.h relies on 4 meaning float32 */
     const int most = call.rows.dtype == PC_FORMAT_float32 ? 4 : 8;
     const int count = pc_values_at_once(call.rows, num_tokens, g.num_heads, g.head_dim, most);
     const auto kernel = count == 8   ? Kernels::template groups<Format, 8>

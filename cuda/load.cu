@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(PC_CTA) load_dense(const pc_load_call call) {
 /* ---- quantised formats: 32 groups by a warp -------------------------------------------------- */
 
 template <class Format, int COUNT>
-__global__ void __launch_bounds__(PC_TILE_WARPS *PC_WARP) load_groups(const pc_load_call call) {
+__global__ void __launch_bounds__(PC_TILE_WARPS *PC_WARP, PC_TILE_CTAS)
+    load_groups(const pc_load_call call) {
     PC_THIS_TILE(tile);
     const int64_t warp = pc_thread() / PC_WARP, num_warps = pc_num_threads() / PC_WARP;
     uint8_t *const row = pc_tile_row(tile, tile.lane);

@@ -90,7 +90,8 @@ PC_DEVICE bool settle_nonfinite(const pc_store_call &call, uint8_t *row, int cou
 }
 
 template <class Format, int COUNT>
-__global__ void __launch_bounds__(PC_TILE_WARPS *PC_WARP) store_groups(const pc_store_call call) {
+__global__ void __launch_bounds__(PC_TILE_WARPS *PC_WARP, PC_TILE_CTAS)
+    store_groups(const pc_store_call call) {
     PC_THIS_TILE(tile);
     const int64_t warp = pc_thread() / PC_WARP, num_warps = pc_num_threads() / PC_WARP;
     uint8_t *const row = pc_tile_row(tile, tile.lane);

@@ -18,6 +18,7 @@ constexpr int PC_TILE_ROW_NBYTES = 144;
 constexpr int PC_TILE_NBYTES = PC_WARP * PC_TILE_ROW_NBYTES;
 constexpr int PC_QUANTS_AT = 16;
 constexpr int PC_TILE_WARPS = 4; /* of a CTA */
+constexpr int PC_TILE_CTAS = 4;  /* at least, on a multiprocessor: 128 registers a thread */
 
 /* One group of the tile: where its values are outside, where its bytes are in the pool. */
 struct pc_tile_group {
@@ -46,6 +47,11 @@ PC_DEVICE uint8_t *pc_tile_row(const pc_tile &tile, int group) {
 
 /* ---- values: outside rows to the tile and back ----------------------------------------------- */
 
+/* The dtype outside, as a constant where COUNT tells it: 4 values at once are float32. */
+template <int COUNT> PC_DEVICE int pc_tile_dtype(const pc_rows &rows) {
+    return COUNT == 4 ? (int)PC_FORMAT_float32 : rows.dtype;
+}
+
 /* Fill the tile with the groups' values, COUNT of them in one access; places behind a group's last
  * value get zeros. */
 template <int COUNT> PC_DEVICE void pc_tile_load_values(const pc_tile &tile, const pc_rows &rows) {
@@ -59,7 +65,7 @@ template <int COUNT> PC_DEVICE void pc_tile_load_values(const pc_tile &tile, con
         const uint8_t *const from = group.outside + value * rows.value_stride;
         float values[COUNT] = {0};
         if (value < group.count) {
-            pc_load_values<COUNT>(rows.dtype, from, values);
+            pc_load_values<COUNT>(pc_tile_dtype<COUNT>(rows), from, values);
         }
         pc_store_values<COUNT>(PC_FORMAT_float32, to, values);
     }
@@ -80,7 +86,7 @@ template <int COUNT> PC_DEVICE void pc_tile_store_values(const pc_tile &tile, co
         uint8_t *const to = group.outside + value * rows.value_stride;
         float values[COUNT];
         pc_load_values<COUNT>(PC_FORMAT_float32, from, values);
-        pc_store_values<COUNT>(rows.dtype, to, values);
+        pc_store_values<COUNT>(pc_tile_dtype<COUNT>(rows), to, values);
     }
 }
 

@@ -53,10 +53,16 @@ template <int COUNT> PC_DEVICE void pc_load_values(int dtype, const uint8_t *at,
     }
     uint16_t bits[COUNT];
     pc_load_raw<2 * COUNT>(at, bits);
-    PC_UNROLL
-    for (int i = 0; i < COUNT; i++) {
-        values[i] =
-            dtype == PC_FORMAT_float16 ? pc_half_to_float(bits[i]) : pc_bfloat_to_float(bits[i]);
+    if (dtype == PC_FORMAT_float16) {
+        PC_UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            values[i] = pc_half_to_float(bits[i]);
+        }
+    } else {
+        PC_UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            values[i] = pc_bfloat_to_float(bits[i]);
+        }
     }
 }
 
@@ -67,10 +73,16 @@ template <int COUNT> PC_DEVICE void pc_store_values(int dtype, uint8_t *at, cons
         return;
     }
     uint16_t bits[COUNT];
-    PC_UNROLL
-    for (int i = 0; i < COUNT; i++) {
-        bits[i] = dtype == PC_FORMAT_float16 ? pc_float_to_half(values[i])
-                                             : pc_float_to_bfloat(values[i]);
+    if (dtype == PC_FORMAT_float16) {
+        PC_UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            bits[i] = pc_float_to_half(values[i]);
+        }
+    } else {
+        PC_UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            bits[i] = pc_float_to_bfloat(values[i]);
+        }
     }
     pc_store_raw<2 * COUNT>(at, bits);
 }

@@ -1,7 +1,8 @@
 /* Rounding of single values: float32 to float16 and bfloat16 bits and back, and to integers.
  *
  * Integer arithmetic only where bits are converted, so that flush-to-zero modes which other
- * libraries switch on can't change a result.
+ * libraries switch on can't change a result. Device code alone has its instruction for float16,
+ * which gives the same bits for everything but NaN; the integer rule keeps NaN.
  */
 #ifndef PAGEDCACHE_ROUND_H
 #define PAGEDCACHE_ROUND_H
@@ -27,6 +28,13 @@ PC_INLINE uint16_t pc_float_to_half(float value) {
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7FFFFFFFu;
     uint32_t half;
+#if defined(__CUDA_ARCH__)
+    if (magnitude <= 0x7F800000u) {
+        uint16_t rounded;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
+        return rounded;
+    }
+#endif
     if (magnitude >= 0x47800000u) { /* 65536 and up, Inf, NaN */
         const uint32_t payload = (magnitude >> 13) & 0x3FFu;
         half = magnitude <= 0x7F800000u ? 0x7C00u : 0x7C00u | (payload ? payload : 1u);
@@ -48,6 +56,13 @@ PC_INLINE float pc_half_to_float(uint16_t half) {
     const uint32_t exponent = ((uint32_t)half >> 10) & 0x1Fu;
     const uint32_t mantissa = (uint32_t)half & 0x3FFu;
     uint32_t magnitude;
+#if defined(__CUDA_ARCH__)
+    if (exponent != 0x1Fu) {
+        float value;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+        return value;
+    }
+#endif
     if (exponent == 0x1Fu) {
         magnitude = 0x7F800000u | (mantissa << 13);
     } else if (exponent != 0u) {
@@ -72,17 +87,22 @@ PC_INLINE float pc_bfloat_to_float(uint16_t bfloat) {
 }
 
 /* Rounded to the nearest integer, halves away from zero, magnitudes cut at `limit` (a small
- * positive integer; Inf is cut too). 0.5 is not added before cutting: 0.49999997 + 0.5 is 1 in
- * float32. The fraction and its double are exact. Comparing bits as integers instead of floats
- * lets gcc vectorise. */
+ * positive integer; Inf is cut too).
+ *
+ * Adding 2^23 rounds to the nearest integer, halves to even, and leaves that integer in the low
+ * bits; a half that was rounded down is told by what is left over, which is exact. Comparing bits
+ * as integers instead of floats lets gcc vectorise, and no conversion is needed, which are slow on
+ * GPUs. */
 PC_INLINE int32_t pc_round_away(float value, float limit) {
     const int32_t bits = (int32_t)pc_float_bits(value);
     const int32_t most = (int32_t)pc_float_bits(limit);
     const int32_t magnitude = bits & 0x7FFFFFFF;
     const int32_t sign = bits >> 31;
     const float cut = pc_bits_float((uint32_t)(magnitude < most ? magnitude : most));
-    const int32_t whole = (int32_t)cut;
-    const int32_t rounded = whole + (int32_t)(2.0f * (cut - (float)whole));
+    const float shifted = cut + 8388608.0f;
+    const float left = cut - (shifted - 8388608.0f);
+    const int32_t even = (int32_t)(pc_float_bits(shifted) - 0x4B000000u);
+    const int32_t rounded = even + (pc_float_bits(left) == 0x3F000000u); /* 0.5 */
     return (rounded ^ sign) - sign;
 }
 
