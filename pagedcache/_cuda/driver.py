@@ -115,7 +115,7 @@ class _Pushed:
         """PyCUDA puts back what it knows; what torch made current it does not know."""
         driver = self._device.driver
         if driver.current() != self._before:
-            driver.set_current(self._before)
+            driver.put_back(self._before)
 
 
 class Device:
@@ -192,12 +192,12 @@ class Device:
             return int(function(*args))
         code = int(driver.set_current(self._handle))
         if code:
-            driver.set_current(before)
+            driver.put_back(before)
             return code
         try:
             return int(function(*args))
         finally:
-            driver.set_current(before)
+            driver.put_back(before)
 
     def create_event(self) -> int:
         """A new event, as a handle for ``pc_cuda_event_*``; the caller destroys it."""

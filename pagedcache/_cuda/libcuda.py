@@ -52,6 +52,11 @@ class Driver:
         context = c_void_p()
         return (context.value or 0) if not self._get_current(byref(context)) else 0
 
+    def put_back(self, context: int) -> None:
+        """Make a context current that was so before, 0 for none."""
+        if self.set_current(context):
+            self.set_current(context)  # a refusal may pass; it must not stay ours
+
     @contextmanager
     def relaxed(self) -> Iterator[None]:
         """A block in which this thread may take and free memory while a stream is captured.

@@ -131,6 +131,10 @@ def _open(path: str, named: bool) -> Library:
             f"the kernel library {origin} cannot be loaded ({error}): {_HOW_TO_BUILD}"
         ) from None
     found = _number(handle)
+    if found is None:
+        raise CudaUnavailableError(
+            f"{origin} is no kernel library of pagedcache (it lacks pc_cuda_abi): {_HOW_TO_BUILD}"
+        )
     if found != ABI:
         raise CudaUnavailableError(
             f"the kernel library {origin} has ABI number {found}, this version of pagedcache needs "
