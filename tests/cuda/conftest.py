@@ -52,6 +52,20 @@ def unsanitized() -> None:
         pytest.skip(f"the {SANITIZER} sanitizer reports this by ending the process")
 
 
+@pytest.fixture
+def unraced() -> None:
+    """For tests with races on purpose."""
+    if SANITIZER == "thread":
+        pytest.skip("the thread sanitizer reports this race")
+
+
+@pytest.fixture
+def faults_survive() -> None:
+    """For tests of kernels that touch memory that is not there."""
+    if SANITIZER == "thread":
+        pytest.skip("the thread sanitizer ends the process when memory is not there")
+
+
 def _devices() -> list[Any]:
     from pagedcache._cuda import driver
 
@@ -70,7 +84,7 @@ def _repair(stub: Stub) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(_stub: Stub | None) -> Iterator[None]:
+def _nothing_is_left(_stub: Stub | None, request: pytest.FixtureRequest) -> Iterator[None]:
     """Under emulation: what a test made on the device is gone after it, and nothing was overrun."""
     if _stub is None:
         yield
@@ -80,6 +94,7 @@ def _nothing_is_left(_stub: Stub | None) -> Iterator[None]:
     yield
     overruns = _stub.get("overruns")
     bad_frees = _stub.get("bad_frees")
+    request.node.funcargs.clear()  # else the values of fixtures would still live
     _repair(_stub)
     left = {name: n - before[name] for name, n in _stub.live().items() if n != before[name]}
     assert not left, f"left behind: {left}; live allocations: {_stub.describe()}"

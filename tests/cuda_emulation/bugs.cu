@@ -95,6 +95,18 @@ __global__ void warp_operations(const uint64_t *in, uint64_t *out) {
     atomicCAS(&sums[3], 0ull, 1ull + blockIdx.x);
 }
 
+__global__ void trap(const float *in, float *) {
+    if (in[threadIdx.x] == 3)
+        __trap();
+}
+
+__global__ void too_much_shared(const float *in, float *out) {
+    PC_SHARED(char, first, 32 << 10);
+    PC_SHARED(char, second, 32 << 10);
+    first[0] = second[0] = char(in[0]);
+    out[0] = float(first[0]);
+}
+
 } // namespace
 
 extern "C" __attribute__((visibility("default"))) int pc_cuda_bug(int which, void *in, void *out,
@@ -119,6 +131,10 @@ extern "C" __attribute__((visibility("default"))) int pc_cuda_bug(int which, voi
     case 13:
         return pc_launch(warp_operations, 1, cta_threads, 0, stream,
                          static_cast<const uint64_t *>(in), static_cast<uint64_t *>(out));
+    case 14: return pc_launch(reverse, 1, 1025, 0, stream, from, to, true);
+    case 15: return pc_launch(reverse, 1, cta_threads, 300 << 10, stream, from, to, true);
+    case 16: return pc_launch(trap, 1, cta_threads, 0, stream, from, to);
+    case 17: return pc_launch(too_much_shared, 1, 1, 0, stream, from, to);
     default: return cudaErrorInvalidValue;
     }
 }

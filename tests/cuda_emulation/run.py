@@ -17,11 +17,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-if str(HERE) not in sys.path:
-    sys.path.insert(0, str(HERE))
-
-import build  # noqa: E402
+if __package__:  # imported by a test
+    from cuda_emulation import build
+else:
+    import build
 
 REPORTED = 66
 ADDR_NO_RANDOMIZE = 0x0040000
