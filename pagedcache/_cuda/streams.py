@@ -14,6 +14,8 @@ from ctypes import byref, c_int
 from typing import Any, Protocol
 from weakref import WeakSet
 
+import numpy as np
+
 from pagedcache._cuda.driver import Device
 from pagedcache.errors import CudaCallError, DeviceError, InvalidArgumentError, shown
 
@@ -119,7 +121,7 @@ class Streams:
         else:
             handle, ordinal = read_stream(x)
             self._check_device(ordinal, x)
-            owner = None if isinstance(x, int) else x
+            owner = None if isinstance(x, int | np.integer) else x
         handle = check_handle(handle, x)
         if not handle:
             return self.default
@@ -185,18 +187,22 @@ def read_stream(x: Any) -> tuple[int, int | None]:
 
     Raises ``InvalidArgumentError`` for what is no stream.
     """
-    if not isinstance(x, bool):
-        try:
-            handle = _read_handle(x)
-            if handle is not None:
-                return handle, _read_ordinal(x)
-        except Exception as error:  # code of the caller's own
-            raise InvalidArgumentError(
-                f"stream: {type(x).__name__} does not tell its handle ({error})"
-            ) from error
-    raise InvalidArgumentError(
-        f"stream: expected {_KINDS}, got {shown(x)} ({type(x).__name__})"
-    )
+    if isinstance(x, int | np.integer) and not isinstance(x, bool):
+        return int(x), None
+    try:
+        handle = _read_handle(x)
+    except Exception as error:  # code of the caller's own
+        raise InvalidArgumentError(
+            f"stream: {type(x).__name__} does not tell its handle ({error})"
+        ) from error
+    if handle is None:
+        raise InvalidArgumentError(
+            f"stream: expected {_KINDS}, got {shown(x)} ({type(x).__name__})"
+        )
+    try:
+        return handle, _read_ordinal(x)
+    except Exception:  # default streams of cuda.core ask for the context that is current
+        return handle, None
 
 
 def _read_handle(x: Any) -> int | None:
@@ -210,13 +216,14 @@ def _read_handle(x: Any) -> int | None:
     if hasattr(x, "handle"):  # PyCUDA; Numba wraps it in a c_void_p
         handle = x.handle
         return operator.index(getattr(handle, "value", handle) or 0)
-    return operator.index(x) if hasattr(x, "__index__") and not hasattr(x, "shape") else None
+    return None
 
 
 def _read_ordinal(x: Any) -> int | None:
-    for place in (x, getattr(x, "device", None)):
-        for name in ("device_index", "device_id", "index", "id"):
-            value = getattr(place, name, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value if value >= 0 else None
+    values = [getattr(x, name, None) for name in ("device_index", "device_id")]  # torch; CuPy
+    device = getattr(x, "device", None)
+    values += [getattr(device, name, None) for name in ("index", "device_id", "id")]
+    for value in values:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value if value >= 0 else None
     return None
