@@ -59,10 +59,11 @@ class BatchPaths:
         seqs = seqs if isinstance(seqs, (list, tuple)) else listed(seqs)
         states = states_of(seqs)
         queue = self._queue(stream)
-        mapping: SlotMapping = self._movers.run(
-            queue, self._ledger.prepare, states, _as_list(counts, "counts")
-        )
-        if queue is not None:
+        amounts, prepare = _as_list(counts, "counts"), self._ledger.prepare
+        if queue is None:
+            mapping: SlotMapping = prepare(states, amounts)
+        else:
+            mapping = self._movers.run(queue, prepare, states, amounts)
             self._ready(seqs, mapping.slots, queue)
         return mapping
 

