@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,37 @@ def test_warp_operations_give_what_cuda_gives(board: Board, order: str) -> None:
     mixed ^= np.uint64(1 << 8)  # any lane is 5; not all lanes are below 31
     assert np.array_equal(result[: bugs.THREADS], mixed)
     assert list(result[bugs.THREADS :]) == [given.sum(), given.min(), given.max(), 1]
+
+
+def test_launches_from_several_threads(cuda: Any, library: ctypes.CDLL) -> None:
+    errors: list[BaseException] = []
+
+    def work(first: int) -> None:
+        try:
+            with cuda.current():
+                drv = cuda.pycuda
+                stream, given, out = drv.Stream(), drv.mem_alloc(512), drv.mem_alloc(512)
+                found = np.empty(bugs.THREADS, np.float32)
+                for i in range(10):
+                    source = bugs.values(bugs.THREADS) + first + i
+                    drv.memcpy_htod_async(given, source, stream)
+                    code = library.pc_cuda_bug(
+                        bugs.REVERSE, int(given), int(out), ctypes.c_void_p(stream.handle)
+                    )
+                    assert code == 0
+                    drv.memcpy_dtoh_async(found, out, stream)
+                    stream.synchronize()
+                    assert np.array_equal(found, source[::-1])
+                del stream, given, out
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(1000 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
 
 
 # ---- other processes -------------------------------------------------------------------------

@@ -33,7 +33,7 @@ SANITIZERS = {
     "plain": ["-O2"],
     "address": [
         "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
-        "-fno-omit-frame-pointer",
+        "-fno-omit-frame-pointer", "-Wno-maybe-uninitialized",
     ],
     "thread": ["-O1", "-fsanitize=thread"],
 }  # fmt: skip
