@@ -51,6 +51,13 @@ def test_by_ids() -> None:
     assert out == "110 100\n"
 
 
+def test_the_example_for_gpus_is_python() -> None:
+    """It runs in tests/cuda/test_readme_cuda.py, on a GPU or on the emulation of one."""
+    code = block("gpu", "python")
+    compile(code, "README.md", "exec")
+    assert max(len(line) for line in code.splitlines()) <= 100
+
+
 def test_format_table_is_what_the_library_computes() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "format_table.py"), "--check"],
@@ -82,5 +89,5 @@ def test_commands_are_the_ones_that_ci_runs() -> None:
 
 
 def test_links_and_files_exist() -> None:
-    for name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:md|py))`", README):
+    for name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:md|py|sh))`", README):
         assert (ROOT / name).exists(), name
