@@ -122,7 +122,12 @@ class Ordering:
         queue = None if stream is None else self._queue(stream)
         if not self._on_device:
             return
+        from pagedcache._cuda.streams import CaptureError  # not needed without a GPU
+
         try:
             self._storage.publish(state.blocks(first_block), queue, False)
+        except CaptureError:
+            if queue is not None:  # nobody would know of the caller's kernels
+                raise
         except PagedCacheError:
             pass

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedcache._cuda.driver import Device
-from pagedcache._cuda.streams import Stream
+from pagedcache._cuda.streams import CaptureError, Stream
+from pagedcache.errors import PagedCacheError
 from pagedcache.guards import taking
 
 BlockIds = np.ndarray[Any, np.dtype[np.int32]]
@@ -135,7 +136,14 @@ class Order:
                 for clock in self._clocks.values()
                 if clock is foreign or clock.is_late(block_ids)
             ]
-            self._refuse_captures([clock.stream for clock in late])
+            try:
+                self._refuse_captures([clock.stream for clock in late])
+            except CaptureError:
+                raise
+            except PagedCacheError:
+                if foreign is not None:  # the kernel is on its way, whatever the driver says
+                    self._note(foreign, block_ids, writing)
+                raise
             if foreign is not None:
                 self._note(foreign, block_ids, writing)
             for clock in late:

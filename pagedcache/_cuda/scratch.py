@@ -11,7 +11,7 @@ from collections import deque
 from pagedcache._cuda.driver import Device
 from pagedcache._cuda.memory import DeviceMemory
 from pagedcache._cuda.order import Mark, Order
-from pagedcache._cuda.streams import Stream
+from pagedcache._cuda.streams import CaptureError, Stream
 from pagedcache.errors import PagedCacheError, StorageMemoryError
 
 #: Regions above this are freed instead of kept.
@@ -75,6 +75,9 @@ class Scratch:
         memory, marks = found
         try:
             self.order.wait(stream, marks.values())
+        except CaptureError:
+            self._idle.append(found)
+            return Region(self, self._allocate(size), {})  # nobody's before: nothing to wait for
         except BaseException:
             self._idle.append(found)
             raise

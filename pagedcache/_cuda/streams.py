@@ -29,6 +29,10 @@ _KINDS = (
 )
 
 
+class CaptureError(DeviceError):
+    """A stream is being captured into a graph, and the call needs more than kernels on it."""
+
+
 class Tracker(Protocol):
     """Whoever keeps clocks by stream; see ``Order``."""
 
@@ -77,7 +81,7 @@ class Stream:
     def refuse_capture(self, what: str) -> None:
         """Raise ``DeviceError`` for ``what`` cannot be done while the stream is captured."""
         if self.is_captured():
-            raise DeviceError(
+            raise CaptureError(
                 "a stream that is not being captured", f"a capture of {self!r}", what
             )
 

@@ -1,0 +1,443 @@
+"""Order between streams, seen from the façade (SPEC F49): streams run as late as they may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cachekit import expected, rows
+from devicekit import host
+from gpukit import (
+    Calls,
+    Foreign,
+    append,
+    device_rows,
+    finish,
+    on_gpu,
+    read_on,
+    streams_of,
+)
+
+import pagedcache as pc
+
+FORMATS = ["float32", "bfloat16", "q8", ("q4", "float16")]
+B = 4
+
+
+@pytest.fixture
+def deferred(cuda: Any, emulated: Any) -> Any:
+    """The stub driver with streams that run only when something waits for them."""
+    emulated.set("async", 1)
+    return emulated
+
+
+@pytest.fixture
+def three(cuda: Any, deferred: Any) -> Iterator[list[Any]]:
+    with streams_of(cuda, 3) as streams:
+        yield streams
+
+
+def assert_reads(cache: pc.PagedKVCache, seq: pc.Sequence, marks: Any, stream: Any) -> None:
+    for layer in range(cache.spec.num_layers):
+        got = read_on(seq, layer, len(marks), stream)
+        for array, want in zip(got, expected(cache.spec, layer, marks), strict=True):
+            np.testing.assert_array_equal(array, want)
+
+
+def give(cache: pc.PagedKVCache, layer: int, marks: Any, on_device: bool) -> tuple[Any, Any]:
+    return device_rows(cache, layer, marks) if on_device else rows(cache.spec, layer, marks)
+
+
+# ---- what one stream wrote, another reads ----------------------------------------------------
+
+
+@pytest.mark.parametrize("on_device", [True, False], ids=["device rows", "host rows"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_a_hit_waits_for_the_store_of_another_stream(
+    fmt: Any, on_device: bool, deferred: Any, three: Any
+) -> None:
+    # SPEC F49, F22: the store is still queued when the hit is read
+    one, two, _ = three
+    with on_gpu(8, B=B, layers=2, heads=2, dim=40, fmt=fmt) as cache:
+        with cache.open(range(9), stream=one) as seq:
+            for layer in range(2):
+                seq.append(layer, *give(cache, layer, range(1, 10), on_device), stream=one)
+            seq.commit(9)
+            assert deferred.get("pending") > 0
+            with cache.open([*range(8), 70], stream=two) as hit:
+                assert hit.num_cached_tokens == 8
+                assert_reads(cache, hit, range(1, 9), two)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_a_partial_hit_copies_after_the_store_of_another_stream(fmt: Any, three: Any) -> None:
+    # SPEC F40, F49
+    one, two, three_ = three
+    with on_gpu(8, B=B, layers=2, dim=40, fmt=fmt, partial_block_reuse=1) as cache:
+        with cache.open(range(8), stream=one) as seq:
+            append(cache, seq, range(1, 9), one)
+            seq.commit(8)
+            with cache.open([0, 1, 2, 3, 4, 5, 90], stream=two) as hit:
+                assert hit.num_cached_tokens == 6
+                append(cache, hit, [60], three_)
+                hit.commit(1)
+                assert_reads(cache, hit, [1, 2, 3, 4, 5, 6, 60], two)
+                assert_reads(cache, seq, range(1, 9), three_)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_copy_on_write_follows_the_store_of_another_stream(fmt: Any, three: Any) -> None:
+    # SPEC F28, F49: the child's stream copies what the parent's stream has not written yet
+    one, two, _ = three
+    with on_gpu(8, B=B, layers=2, dim=40, fmt=fmt) as cache:
+        seq = cache.open(stream=one)
+        append(cache, seq, range(1, 7), one)
+        child = seq.fork()
+        append(cache, child, [50], two)
+        append(cache, seq, [60], one)
+        assert_reads(cache, child, [1, 2, 3, 4, 5, 6, 50], two)
+        assert_reads(cache, seq, [1, 2, 3, 4, 5, 6, 60], one)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_a_mapping_made_on_one_stream_serves_others(fmt: Any, three: Any) -> None:
+    # SPEC F28a, F49: each layer stored on another stream, read on a third
+    one, two, three_ = three
+    with on_gpu(8, B=B, layers=2, dim=40, fmt=fmt) as cache, cache.open() as seq:
+        slots = cache.prepare([seq], [6], stream=one)
+        for layer, stream in enumerate((two, three_)):
+            cache.store(layer, *device_rows(cache, layer, range(1, 7)), slots, stream=stream)
+        cache.commit([seq], [6])
+        # Layer 1 first: nobody has run stream 2 by then, where the slots were uploaded.
+        got = read_on(seq, 1, 6, three_)
+        np.testing.assert_array_equal(got[0], expected(cache.spec, 1, range(1, 7))[0])
+        assert_reads(cache, seq, range(1, 7), one)
+
+
+def test_a_commit_with_a_stream_vouches_for_a_foreign_writer(cuda: Any, three: Any) -> None:
+    # SPEC F49: an engine's own kernel writes the slabs on stream 1; the hit is read on stream 2
+    one, two, _ = three
+    with on_gpu(8, B=B, dim=4) as cache:
+        seq = cache.open(range(4), stream=one)
+        cache.prepare([seq], [4], stream=one)
+        block = int(seq.block_table[0])
+        k, v = rows(cache.spec, 0, range(1, 5))
+        foreign = Foreign(cuda, one)
+        values = [
+            device_rows(cache, 0, range(1, 5))[i].with_layout((1, 4, 4), (64, 16, 4))
+            for i in range(2)
+        ]
+        for slab, new in zip(cache.slabs(0), values, strict=True):
+            foreign.write(slab[block], new)
+        seq.commit(4, stream=one)
+        with cache.open([*range(4), 9], stream=two) as hit:
+            assert hit.num_cached_tokens == 4
+            got = read_on(hit, 0, 4, two)
+            np.testing.assert_array_equal(got[0], k)
+            np.testing.assert_array_equal(got[1], v)
+
+
+@pytest.mark.parametrize("call", ["append", "store", "gather"])
+def test_arrays_still_being_made_elsewhere_are_waited_for(
+    call: str, cuda: Any, three: Any
+) -> None:
+    # SPEC F47, F49: the array says on which stream it is being made (or read)
+    one, maker, _ = three
+    with on_gpu(8, B=B, dim=4) as cache, cache.open(stream=one) as seq:
+        final = device_rows(cache, 0, range(1, 5))
+        given = device_rows(cache, 0, range(100, 104))  # what is there before the maker runs
+        for array, values in zip(given, final, strict=True):
+            Foreign(cuda, maker).write(array, values)
+            array.stream = maker
+        if call == "append":
+            seq.append(0, *given, stream=one)
+        elif call == "store":
+            cache.store(0, *given, cache.prepare([seq], [4], stream=one), stream=one)
+        else:
+            append(cache, seq, range(50, 54), one)
+            seq.gather(0, out=given, stream=one)  # the maker's values come first, then these
+            finish(one, cuda)
+            want = expected(cache.spec, 0, range(50, 54))
+            finish(maker, cuda)
+            for array, values in zip(given, want, strict=True):
+                np.testing.assert_array_equal(array.get(one), values)
+            return
+        finish(one, cuda)
+        got = read_on(seq, 0, 4, one) if call == "append" else map(host, seq.gather(0, 0, 4))
+        for array, values in zip(got, expected(cache.spec, 0, range(1, 5)), strict=True):
+            np.testing.assert_array_equal(array, values)
+
+
+def test_views_are_safe_on_their_stream(cuda: Any, three: Any) -> None:
+    # SPEC F30, F49
+    one, two, _ = three
+    with on_gpu(8, B=B, dim=4) as cache, cache.open(stream=one) as seq:
+        append(cache, seq, range(1, 5), one)
+        with seq.views(0, stream=two) as views:
+            copy = Foreign(cuda, two).read(views[0].k)
+            want, _ = expected(cache.spec, 0, range(1, 5))
+            np.testing.assert_array_equal(host(copy), want.transpose(1, 0, 2))
+            # and as an array by itself: its own stream is the one it was asked for on
+            np.testing.assert_array_equal(host(views[0].v), -(want + 0.5).transpose(1, 0, 2))
+
+
+# ---- what one stream still reads, another must not write -------------------------------------
+
+
+def _take_all(cache: pc.PagedKVCache, first_mark: int, stream: Any) -> pc.Sequence:
+    """A sequence over every free block, written on ``stream``."""
+    n = cache.num_free_blocks * B
+    seq = cache.open(range(5000, 5000 + n), stream=stream)
+    append(cache, seq, range(first_mark, first_mark + n), stream)
+    return seq
+
+
+WAYS = {
+    "free(stream)": lambda cache, seq, s: seq.free(stream=s),
+    "truncate(stream)": lambda cache, seq, s: seq.truncate(0, stream=s),
+    "free_sequence(stream)": lambda cache, seq, s: cache.free_sequence(seq.seq_id, stream=s),
+    "record_use, free": lambda cache, seq, s: (cache.record_use([seq], s), seq.free()),
+    "record_use, truncate": lambda cache, seq, s: (cache.record_use([seq], s), seq.truncate(0)),
+    "record_use, child freed": lambda cache, seq, s: _by_a_child(cache, seq, s),
+}
+
+
+def _by_a_child(cache: pc.PagedKVCache, seq: pc.Sequence, stream: Any) -> None:
+    child = seq.fork()
+    cache.record_use([child], stream)
+    child.free()
+    seq.free()
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("writer", ["store", "foreign store"])
+def test_a_freed_block_is_not_overwritten_under_a_foreign_reader(
+    way: str, writer: str, cuda: Any, deferred: Any, three: Any
+) -> None:
+    # SPEC F49, CASE C52: stream 3 reads the blocks when they are freed; stream 2 gets them
+    one, two, reader = three
+    with on_gpu(2, B=B, dim=4) as cache:
+        seq = cache.open(stream=one)
+        append(cache, seq, range(1, 9), one)
+        with seq.views(0, stream=reader) as views:
+            copies = [Foreign(cuda, reader).read(view.k) for view in views]
+        frees = deferred.get("calls:cuMemFree")
+        WAYS[way](cache, seq, reader)
+        assert cache.num_free_blocks == 2
+        if writer == "store":
+            other = _take_all(cache, 100, two)
+        else:
+            other = cache.open(range(8), stream=two)
+            cache.prepare([other], [8], stream=two)
+            for block in other.block_table:
+                for slab in cache.slabs(0):
+                    cuda.call("pc_cuda_fill", slab[int(block)].address, 7, 64, two.handle)
+        assert deferred.get("calls:cuMemFree") == frees  # which would have waited for everything
+        finish(two, cuda)  # runs whatever stream 2 waits for, and nothing else
+        want, _ = expected(cache.spec, 0, range(1, 9))
+        got = np.concatenate([host(copy)[0] for copy in copies])
+        np.testing.assert_array_equal(got, want[:, 0])
+        if writer == "store":
+            assert_reads(cache, other, range(100, 108), two)
+
+
+def test_without_a_word_the_reader_would_lose(cuda: Any, deferred: Any, three: Any) -> None:
+    """The test above can see the fault: nobody told of the foreign reader."""
+    one, two, reader = three
+    with on_gpu(2, B=B, dim=4) as cache:
+        seq = cache.open(stream=one)
+        append(cache, seq, range(1, 9), one)
+        with seq.views(0, stream=reader) as views:
+            copy = Foreign(cuda, reader).read(views[0].k)
+        seq.free()
+        _take_all(cache, 100, two)
+        finish(two, cuda)
+        want, _ = expected(cache.spec, 0, range(1, 5))
+        assert (host(copy)[0] != want[:, 0]).all()
+
+
+def test_a_gather_still_queued_keeps_its_values(
+    cuda: Any, deferred: Any, three: Any
+) -> None:
+    # SPEC F49, CASE C52: the read on stream 3 is our own; nobody has to tell of it
+    one, two, reader = three
+    for again in ("freed", "truncated", "rewritten"):
+        with on_gpu(2, B=B, dim=4) as cache:
+            seq = cache.open(stream=one)
+            append(cache, seq, range(1, 9), one)
+            k, v = seq.gather(0, stream=reader)
+            if again == "freed":
+                seq.free()
+                _take_all(cache, 100, two)
+            elif again == "truncated":
+                seq.truncate(0)
+                append(cache, seq, range(100, 108), two)
+            else:
+                seq.append_kv(0, *device_rows(cache, 0, range(100, 108)), 0, stream=two)
+            finish(two, cuda)
+            for got, want in zip((k, v), expected(cache.spec, 0, range(1, 9)), strict=True):
+                np.testing.assert_array_equal(host(got), want)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_defragment_comes_after_readers_and_writers_of_other_streams(
+    fmt: Any, cuda: Any, deferred: Any, three: Any
+) -> None:
+    # SPEC F19, F49
+    one, two, reader = three
+    with on_gpu(8, B=B, layers=2, dim=40, fmt=fmt) as cache:
+        low = cache.open(stream=one)
+        append(cache, low, range(1, 9), one)
+        seq = cache.open(stream=one)
+        append(cache, seq, range(21, 33), one)
+        table = seq.block_table.tolist()
+        slab = cache.slabs(0)[0]
+        copies = [Foreign(cuda, reader).read(slab[block]) for block in [0, 1, *table]]
+        cache.record_use([low, seq], reader)
+        low.free()
+        assert cache.defragment(stream=two) == 3
+        assert seq.block_table.tolist() == [0, 1, 2]
+        finish(two, cuda)
+        moved = [host(cache.slabs(0)[0][block]) for block in range(3)]
+        for copy, block in zip(copies[2:], moved, strict=True):
+            np.testing.assert_array_equal(host(copy).view(np.uint8), block.view(np.uint8))
+        # the free blocks that the reader saw were overwritten only after it
+        assert not np.array_equal(host(copies[0]).view(np.uint8), moved[0].view(np.uint8))
+        assert_reads(cache, seq, range(21, 33), one)
+
+
+def test_a_mapping_freed_early_is_still_read_right(deferred: Any, three: Any) -> None:
+    # SPEC F49: slots on the device live as long as the kernels that read them
+    one, two, _ = three
+    with on_gpu(8, B=B, dim=4) as cache, cache.open() as seq:
+        slots = cache.prepare([seq], [5], stream=one)
+        given = device_rows(cache, 0, range(1, 6))
+        cache.store(0, *given, slots, stream=one)
+        del slots
+        with cache.open(range(3)) as other:  # takes the scratch memory again, on another stream
+            cache.store(0, *device_rows(cache, 0, [8, 9]), other.prepare(2, stream=two), stream=two)
+            assert_reads(cache, seq, range(1, 6), one)
+            other.commit(2)
+            assert_reads(cache, other, [8, 9], two)
+
+
+# ---- what it costs ----------------------------------------------------------------------------
+
+
+def test_one_event_for_each_commit_and_each_free(deferred: Any, three: Any) -> None:
+    # SPEC F49
+    one, two, _ = three
+    with on_gpu(32, B=B, layers=3, dim=4) as cache:
+        seqs = [cache.open(range(10 * i, 10 * i + 9), stream=one) for i in range(4)]
+        for seq in seqs:
+            append(cache, seq, range(1, 10), one)
+        with Calls(deferred) as calls:
+            seqs[0].commit(9)
+        assert (calls["cuEventRecord"], calls["cuStreamWaitEvent"]) == (1, 0)
+        append(cache, seqs[1], [3], one)
+        with Calls(deferred) as calls:
+            cache.commit(seqs[1:], [9, 9, 9])  # a batch, every layer: one
+        assert calls["cuEventRecord"] == 1
+        with Calls(deferred) as calls:
+            seqs[0].free(stream=two)
+        assert calls["cuEventRecord"] == 1
+        with Calls(deferred) as calls:
+            seqs[1].truncate(0, stream=two)
+        assert calls["cuEventRecord"] == 1
+        with Calls(deferred) as calls:
+            cache.record_use(seqs[2:], two)
+        assert calls["cuEventRecord"] == 1
+        with Calls(deferred) as calls:
+            seqs[2].free()  # an event covers all its work already
+        assert calls["cuEventRecord"] == 0
+
+
+def test_one_stream_never_waits(deferred: Any, three: Any) -> None:
+    # SPEC F49: freed blocks are reused at once on the same stream
+    one, _, _ = three
+    with on_gpu(4, B=B, layers=2, dim=4) as cache:
+        with Calls(deferred) as calls:
+            for turn in range(6):
+                with cache.open(range(100 * turn, 100 * turn + 9), stream=one) as seq:
+                    append(cache, seq, range(1, 10), one)
+                    seq.commit(9)
+                    with seq.fork() as child:
+                        append(cache, child, [50], one)
+        assert calls["cuStreamWaitEvent"] == 0
+        waits = {name: n for name, n in calls.waits.items() if name != "cuStreamSynchronize"}
+        assert not waits  # the uploads of this test's rows wait by themselves
+
+
+def test_freed_blocks_are_reused_in_the_order_they_were_freed(cuda: Any) -> None:
+    # SPEC F49: what was freed first has had the most time to be done with
+    with on_gpu(9, B=B, dim=4) as cache:
+        seqs = [cache.open(range(100 * i, 100 * i + 12)) for i in range(3)]
+        freed = []
+        for i in (1, 2, 0):
+            freed += seqs[i].block_table.tolist()[::-1]  # the tail of each first
+            seqs[i].free()
+        assert cache.open(range(36)).block_table.tolist() == freed
+
+
+@pytest.mark.parametrize("fmt", ["float32", "q8"])
+def test_nothing_waits_or_asks_on_the_host(fmt: str, deferred: Any, three: Any) -> None:
+    # SPEC F49: store, commit, free, prepare and all that goes with them, over three streams
+    one, two, other = three
+    options = {"B": B, "layers": 2, "dim": 32, "fmt": fmt, "partial_block_reuse": 1}
+    with on_gpu(24, **options) as cache:
+        given = [device_rows(cache, layer, range(1, 10)) for layer in range(2)]
+        step = [device_rows(cache, layer, [11, 12, 13]) for layer in range(2)]
+        warm = cache.open(range(900, 909), stream=one)  # the pinned ring and the events exist
+        for layer in range(2):
+            warm.append(layer, *given[layer], on_nonfinite="saturate", stream=one)
+        warm.commit(9)
+        warm.free(stream=other)
+        with Calls(deferred) as calls:
+            seqs = [cache.open(range(10 * i, 10 * i + 9), stream=one) for i in range(2)]
+            for seq in seqs:
+                for layer in range(2):
+                    seq.append(layer, *given[layer], on_nonfinite="saturate", stream=one)
+                seq.commit(9)
+            hit = cache.open([*range(6), 77], stream=two)
+            assert hit.num_cached_tokens == 6
+            batch = [*seqs, hit]
+            slots = cache.prepare(batch, [1, 1, 1], stream=two)
+            for layer in range(2):
+                cache.store(layer, *step[layer], slots, "saturate", stream=two)
+            cache.commit(batch, [1, 1, 1], stream=two)
+            twin = seqs[0].fork()
+            cache.prepare([twin], [2], stream=other)
+            seqs[1].truncate(5, stream=other)
+            cache.record_use(batch, other)
+            held = seqs[0].gather(0, stream=other)
+            for seq in (*batch, twin):
+                seq.free(stream=two)
+            cache.open(range(500, 500 + 4 * cache.num_free_blocks), stream=one).free()
+            assert cache.defragment(stream=one) >= 0
+        assert calls.waits == {}
+        assert calls["cuEventRecord"] > 0 and calls["cuStreamWaitEvent"] > 0
+        want, _ = expected(cache.spec, 0, [*range(1, 10), 11])
+        np.testing.assert_array_equal(host(held[0]), want.astype(held[0].dtype))
+
+
+def test_no_memory_is_taken_in_a_decode_step(deferred: Any, three: Any) -> None:
+    # SPEC F49: an allocation may wait for the whole device
+    one, two, _ = three
+    with on_gpu(64, B=B, layers=2, dim=4) as cache:
+        seqs = [cache.open(range(10 * i, 10 * i + 3), stream=one) for i in range(4)]
+        given = [device_rows(cache, layer, range(1, 5)) for layer in range(2)]
+
+        def step(stream: Any) -> None:
+            slots = cache.prepare(seqs, [1] * 4, stream=stream)
+            for layer in range(2):
+                cache.store(layer, *given[layer], slots, stream=stream)
+            cache.commit(seqs, [1] * 4, stream=stream)
+
+        for stream in (one, two, one):
+            step(stream)
+        with Calls(deferred) as calls:
+            for turn in range(20):
+                step((one, two)[turn % 2])
+        assert (calls["cuMemAlloc"], calls["cuMemHostAlloc"], calls.waits) == (0, 0, {})
