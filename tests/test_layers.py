@@ -28,7 +28,10 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("bodies", {"bookkeeping", "prefix_cache", "storage"}),
     (
         "façade",
-        {"", "batches", "cache", "handles", "ids", "reading", "sequence", "upkeep", "views"},
+        {
+            "", "batches", "cache", "handles", "ids", "movers", "ordering", "pointers", "reading",
+            "sequence", "upkeep", "views",
+        },
     ),
     ("checks", {"checks"}),
     ("command line", {"__main__", "cli"}),
