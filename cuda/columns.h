@@ -33,10 +33,8 @@ inline pc_column_call pc_make_column_call(const void *geometry, const void *slab
 /* Grid: columns along x, AT_ONCE to a thread; list entries that need no order along y; slabs along
  * z. */
 template <int AT_ONCE> dim3 pc_column_grid(const pc_column_call &call, int64_t num_parallel) {
-    const int64_t most = 65535;
-    return dim3(pc_grid(call.num_columns, PC_CTA * AT_ONCE),
-                (unsigned)(num_parallel < most ? num_parallel : most),
-                (unsigned)(call.num_slabs < most ? call.num_slabs : most));
+    return dim3(pc_grid(call.num_columns, PC_CTA * AT_ONCE), pc_rounds(num_parallel),
+                pc_rounds(call.num_slabs));
 }
 
 /* Start the kernel of a family of five, KERNEL<16> to KERNEL<1>. */

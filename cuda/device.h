@@ -30,10 +30,16 @@ int pc_launch(void (*kernel)(Parameters...), dim3 grid, dim3 cta, size_t shared_
     };
     return (int)start(arguments...);
 }
+
+/* CTAs along x, and along y and z: enough to fill any GPU. */
+constexpr int64_t PC_MOST_CTAS = 16384, PC_MOST_ROUNDS = 65535;
 #else
 #include "emulation.h"
 #define PC_UNROLL
 #define PC_UNROLL_BY(count)
+
+/* So few that every loop over the grid takes a second turn in tests. */
+constexpr int64_t PC_MOST_CTAS = 5, PC_MOST_ROUNDS = 3;
 #endif
 
 #define PC_DEVICE __device__ __forceinline__
@@ -44,10 +50,14 @@ constexpr int PC_CTA = 256; /* threads of a CTA, where a kernel has no reason of
 /* Loads that a thread starts before it waits for the first of them, where a kernel only copies. */
 constexpr int PC_BATCH = 2;
 
-/* CTAs for n threads in a grid-stride loop: enough to fill any GPU, and no more. */
-inline unsigned pc_grid(int64_t n, int64_t threads_per_cta) {
-    const int64_t wanted = (n + threads_per_cta - 1) / threads_per_cta;
-    return (unsigned)(wanted < 16384 ? wanted : 16384);
+/* CTAs along x for n units of work in a grid-stride loop, and along y or z for a list of n. */
+inline unsigned pc_grid(int64_t n, int64_t per_cta) {
+    const int64_t wanted = (n + per_cta - 1) / per_cta;
+    return (unsigned)(wanted < PC_MOST_CTAS ? wanted : PC_MOST_CTAS);
+}
+
+inline unsigned pc_rounds(int64_t n) {
+    return (unsigned)(n < PC_MOST_ROUNDS ? n : PC_MOST_ROUNDS);
 }
 
 /* Number of this thread along x, and how many there are. */

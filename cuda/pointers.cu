@@ -12,7 +12,8 @@ __global__ void __launch_bounds__(PC_CTA)
                    const int32_t *block_ids, int64_t first, int64_t count, uint64_t *table,
                    int64_t capacity) {
     for (int which = (int)blockIdx.y; which < num_tables; which += (int)gridDim.y) {
-        const pc_slab slab = (which % 2 ? v_slabs : k_slabs)[which / 2];
+        const pc_slab *const slabs = which % 2 ? v_slabs : k_slabs;
+        const pc_slab slab = slabs[which / 2];
         uint64_t *const entries = table + which * capacity + first;
         for (int64_t i = pc_thread(); i < count; i += pc_num_threads()) {
             const int64_t block = block_ids[i];
@@ -32,7 +33,7 @@ int pc_cuda_build_pointers(const void *k_slabs, const void *v_slabs, int num_lay
         return cudaSuccess;
     }
     const int num_tables = 2 * num_layers;
-    const dim3 grid(pc_grid(count, PC_CTA), num_tables < 65535 ? num_tables : 65535);
+    const dim3 grid(pc_grid(count, PC_CTA), pc_rounds(num_tables));
     return pc_launch(build_pointers, grid, PC_CTA, 0, stream, (const pc_slab *)k_slabs,
                      (const pc_slab *)v_slabs, num_tables, block_ids, first, count, table,
                      capacity);

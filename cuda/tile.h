@@ -62,10 +62,10 @@ template <int COUNT> PC_DEVICE void pc_tile_load_values(const pc_tile &tile, con
         const int value = unit % per_group * COUNT;
         const pc_tile_group group = tile.groups[unit / per_group];
         uint8_t *const to = pc_tile_row(tile, unit / per_group) + value * sizeof(float);
-        const uint8_t *const from = group.outside + value * rows.value_stride;
         float values[COUNT] = {0};
         if (value < group.count) {
-            pc_load_values<COUNT>(pc_tile_dtype<COUNT>(rows), from, values);
+            pc_load_values<COUNT>(pc_tile_dtype<COUNT>(rows),
+                                  group.outside + value * rows.value_stride, values);
         }
         pc_store_values<COUNT>(PC_FORMAT_float32, to, values);
     }
