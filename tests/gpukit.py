@@ -29,6 +29,7 @@ WAITS = ("cuEventQuery", "cuEventSynchronize", "cuStreamQuery", "cuStreamSynchro
 #: Rows given to kernels that may not have run yet. Freeing memory lets everything queued run, which
 #: would hide a missing order; emptied when the streams of a test go.
 _kept: list[Any] = []
+_open_streams = 0
 
 
 def on_gpu(num_blocks: int = 8, **options: Any) -> pc.PagedKVCache:
@@ -39,7 +40,8 @@ def on_gpu(num_blocks: int = 8, **options: Any) -> pc.PagedKVCache:
 def device_rows(cache: pc.PagedKVCache, layer: int, marks: Any) -> tuple[Any, Any]:
     """The rows of ``marks`` in the memory of the layer's GPU."""
     pair = [upload(part, cache.layer_device(layer)) for part in rows(cache.spec, layer, marks)]
-    _kept.extend(pair)
+    if _open_streams:
+        _kept.extend(pair)
     return pair[0], pair[1]
 
 
@@ -60,6 +62,8 @@ def streams_of(device: Any, count: int) -> Iterator[list[Any]]:
     """PyCUDA streams that wait for nobody, not for the default stream either."""
     import pycuda.driver
 
+    global _open_streams
+    _open_streams += 1
     with device.current():
         made = [pycuda.driver.Stream(1) for _ in range(count)]
     try:
@@ -67,7 +71,9 @@ def streams_of(device: Any, count: int) -> Iterator[list[Any]]:
     finally:
         device.broken = None
         device.synchronize()
-        _kept.clear()
+        _open_streams -= 1
+        if not _open_streams:
+            _kept.clear()
         with device.current():
             made.clear()
 

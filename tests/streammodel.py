@@ -126,6 +126,13 @@ class ModelDevice:
         else:
             raise AssertionError(f"unexpected call of {name}")
 
+    def ordinal_of_stream(self, handle: int) -> int:
+        return self.ordinal
+
+    def synchronize(self) -> None:
+        for stream in list(self.model._now):
+            self.model.finish(stream)
+
     def create_event(self) -> int:
         self._begin("pc_cuda_event_create")
         event = self.model.create_event()

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
-from pagedcache._cuda.failures import STICKY, failure, pycuda_code
+from pagedcache._cuda.failures import INVALID_HANDLE, STICKY, failure, pycuda_code
 from pagedcache._cuda.libcuda import Driver, open_driver
 from pagedcache._cuda.library import Library, load
 from pagedcache.arguments import as_count
@@ -204,6 +204,23 @@ class Device:
         event = c_void_p()
         self.call("pc_cuda_event_create", byref(event))
         return event.value or 0
+
+    def ordinal_of_stream(self, handle: int) -> int:
+        """The GPU that a stream belongs to, this one where the driver does not say.
+
+        Raises ``CudaCallError`` for a handle that is no stream.
+        """
+        ordinals: list[int] = []
+
+        def ask() -> int:
+            code, ordinal = self.driver.device_of_stream(handle)
+            ordinals.append(ordinal)
+            return code
+
+        code = 0 if self.broken is not None else self.quietly(ask)
+        if code == INVALID_HANDLE:
+            raise self.failed("cuStreamGetCtx", code)
+        return ordinals[0] if ordinals and not code else self.ordinal
 
     def synchronize(self) -> None:
         """Wait for all work on the device. Raises the error of work that failed."""

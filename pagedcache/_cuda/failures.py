@@ -6,6 +6,8 @@ from pagedcache._cuda.libcuda import Driver
 from pagedcache.errors import CudaCallError, PagedCacheError, StorageMemoryError
 
 OUT_OF_MEMORY = 2
+#: Of a stream or event that was destroyed, or belongs to another context.
+INVALID_HANDLE = 400
 
 #: After one of these no call on the device succeeds any more; CUDA wants a new process.
 STICKY = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 810, 911})

@@ -31,6 +31,9 @@ class Driver:
         self._get_current.argtypes = [c_void_p]
         self.set_current = handle.cuCtxSetCurrent
         self.set_current.argtypes = [c_void_p]
+        self._stream_context, self._device = handle.cuStreamGetCtx, handle.cuCtxGetDevice
+        self._stream_context.argtypes = [c_void_p, c_void_p]
+        self._device.argtypes = [c_void_p]
         self._exchange_mode = handle.cuThreadExchangeStreamCaptureMode
         self._exchange_mode.argtypes = [c_void_p]
         self.free_device = handle.cuMemFree_v2
@@ -56,6 +59,21 @@ class Driver:
         """Make a context current that was so before, 0 for none."""
         if self.set_current(context):
             self.set_current(context)  # a refusal may pass; it must not stay ours
+
+    def device_of_stream(self, stream: int) -> tuple[int, int]:
+        """(code, ordinal of the GPU) of a stream; a context must be current."""
+        context, ordinal = c_void_p(), c_int(-1)
+        code = int(self._stream_context(stream, byref(context)))
+        if code:
+            return code, -1
+        before = self.current()
+        if before != context.value:
+            code = int(self.set_current(context.value))
+        try:
+            return code or int(self._device(byref(ordinal))), ordinal.value
+        finally:
+            if before != context.value:
+                self.put_back(before)
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedcache._cuda.driver import Device
+from pagedcache._cuda.failures import INVALID_HANDLE
 from pagedcache._cuda.streams import CaptureError, Stream
-from pagedcache.errors import PagedCacheError
+from pagedcache.errors import CudaCallError, DeviceError, PagedCacheError
 from pagedcache.guards import taking
 
 BlockIds = np.ndarray[Any, np.dtype[np.int32]]
@@ -147,7 +148,8 @@ class Order:
             if foreign is not None:
                 self._note(foreign, block_ids, writing)
             for clock in late:
-                self._record(clock)
+                if self._record(clock) is None and clock is foreign:
+                    raise DeviceError("a stream", f"{stream!r}, which was destroyed", "stream")
 
     # ---- moments -------------------------------------------------------------------------
 
@@ -177,7 +179,9 @@ class Order:
         with self._lock:
             clock, ahead = self._clock(stream), self._clock(other)
             self._refuse_captures([stream, other])
-            self._wait(clock, ahead, self._record(ahead))
+            event = self._record(ahead)
+            if event is not None:
+                self._wait(clock, ahead, event)
 
     # ---- life ----------------------------------------------------------------------------
 
@@ -198,9 +202,7 @@ class Order:
                 return True
             if clock.queued != number:
                 return False
-            del self._clocks[stream]
-            for other in self._clocks.values():
-                other.waited.pop(stream, None)
+            self._drop(clock)
         self._destroy(clock)
         return True
 
@@ -210,6 +212,11 @@ class Order:
             clocks, self._clocks = self._clocks, {}
         for clock in clocks.values():
             self._destroy(clock)
+
+    def _drop(self, clock: _Clock) -> None:
+        del self._clocks[clock.stream]
+        for other in self._clocks.values():
+            other.waited.pop(clock.stream, None)
 
     def _destroy(self, clock: _Clock) -> None:
         for event in clock.events():
@@ -252,7 +259,9 @@ class Order:
         late = [other.stream for other, number in last.values() if not other.covering(number)]
         self._refuse_captures([clock.stream, *late])
         for other, number in last.values():
-            self._wait(clock, other, other.covering(number) or self._record(other))
+            event = other.covering(number) or self._record(other)
+            if event is not None:
+                self._wait(clock, other, event)
 
     def _refuse_captures(self, streams: list[Stream]) -> None:
         for stream in streams:
@@ -262,13 +271,22 @@ class Order:
         self.device.call("pc_cuda_stream_wait", event.handle, clock.stream.handle)
         clock.waited[other.stream] = event.covers
 
-    def _record(self, clock: _Clock) -> _Event:
+    def _record(self, clock: _Clock) -> _Event | None:
+        """A new event on a stream; None for a stream that was destroyed: its work is done then."""
         if len(clock.ring) == RING:
             clock.spare.append(clock.ring.popleft().handle)
         if not clock.spare:
             clock.spare.append(self.device.create_event())
         handle = clock.spare[-1]
-        self.device.call("pc_cuda_event_record", handle, clock.stream.handle)
+        try:
+            self.device.call("pc_cuda_event_record", handle, clock.stream.handle)
+        except CudaCallError as error:
+            if error.code != INVALID_HANDLE:
+                raise
+            self.device.synchronize()  # the only way to come after work that is still under way
+            self._drop(clock)
+            self._destroy(clock)
+            return None
         clock.spare.pop()
         event = _Event(handle, clock.queued)
         clock.ring.append(event)

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import numpy as np
 
 from pagedcache._cuda.driver import Device
+from pagedcache._cuda.failures import INVALID_HANDLE
 from pagedcache.errors import CudaCallError, DeviceError, InvalidArgumentError, shown
 
 #: Streams tracked at a time; beyond, the one that was used least recently is waited for.
@@ -75,6 +76,8 @@ class Stream:
         except CudaCallError as error:
             if error.code == 906:  # asked of the default stream while another one is captured
                 return True
+            if error.code == INVALID_HANDLE:  # destroyed: the next call says so, or copes
+                return False
             raise
         return bool(capturing.value)
 
@@ -112,7 +115,8 @@ class Streams:
 
         None is the legacy default stream. Raises ``InvalidArgumentError`` for what is no stream
         and for the per-thread default stream, which is another one in every thread, and
-        ``DeviceError`` for a stream of another device. With ``limit`` streams in use the least
+        ``DeviceError`` for a stream of another device, or one that is gone when it is first seen.
+        With ``limit`` streams in use the least
         recently used one is waited for and forgotten.
         """
         if x is None:
@@ -136,6 +140,7 @@ class Streams:
                 if stream.owner is None:
                     stream.owner = owner
                 return stream
+        self._check_device(self.device.ordinal_of_stream(handle), x)
         self._make_room()
         with self._lock:
             self._count += 1
@@ -163,7 +168,7 @@ class Streams:
         try:
             stream.synchronize()
         except CudaCallError as error:
-            if error.code != 400:
+            if error.code != INVALID_HANDLE:
                 raise
             self.device.synchronize()  # the stream was destroyed: its work may still run
         if not all([tracker.forget(stream, number) for tracker, number in calls]):

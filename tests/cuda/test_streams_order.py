@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cachekit import expected, rows
+from cachekit import expected, refused, rows
 from devicekit import host
 from gpukit import (
     Calls,
@@ -321,6 +321,46 @@ def test_a_mapping_freed_early_is_still_read_right(deferred: Any, three: Any) ->
             assert_reads(cache, seq, range(1, 6), one)
             other.commit(2)
             assert_reads(cache, other, [8, 9], two)
+
+
+@pytest.mark.parametrize("queued", [True, False], ids=["queued work", "no work"])
+def test_a_stream_destroyed_while_its_work_is_queued(
+    queued: bool, cuda: Any, deferred: Any, three: Any
+) -> None:
+    # SPEC F49, 7: a bare handle keeps no stream alive; what was queued there is not lost
+    one, two, _ = three
+    with on_gpu(4, B=B, dim=4) as cache, streams_of(cuda, 1) as last:
+        seq = cache.open(stream=one)
+        handle = last[0].handle
+        if queued:
+            append(cache, seq, range(1, 6), handle)
+        else:
+            append(cache, seq, range(1, 6), one)
+            cache.record_use([seq], handle)
+            append(cache, seq, [], handle)
+        with cuda.current():
+            last.clear()
+        assert_reads(cache, seq, range(1, 6), two)
+        append(cache, seq, [6, 7], two)
+        assert_reads(cache, seq, range(1, 8), one)
+
+
+def test_a_stream_that_is_gone_is_refused_at_first_sight(cuda: Any, three: Any) -> None:
+    # SPEC F49, 7
+    one, _, _ = three
+    with on_gpu(4, B=B, dim=4) as cache, cache.open() as seq:
+        with streams_of(cuda, 1) as last:
+            handle = last[0].handle
+        for call in (
+            lambda: append(cache, seq, [1], handle),
+            lambda: cache.open([1], stream=handle),
+            lambda: cache.record_use([seq], handle),
+            lambda: seq.commit(0, stream=handle),
+            lambda: seq.free(stream=handle),
+        ):
+            refused(cache, call, pc.DeviceError, seq)
+        append(cache, seq, [1, 2], one)
+        assert_reads(cache, seq, [1, 2], one)
 
 
 # ---- what it costs ----------------------------------------------------------------------------
