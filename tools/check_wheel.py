@@ -1,9 +1,9 @@
 """Checks what a wheel or an sdist holds: ``python tools/check_wheel.py FILE…``.
 
 A wheel has the stable-ABI tag, one compiled module per Cython source of this checkout, every Python
-file and stub, the typing marker and the bundled data, and no sources, headers or tests. An sdist
-has everything that building and testing need and nothing that was generated. Exit code 1 with one
-line per fault.
+file and stub, the typing marker and the bundled data, the library of CUDA kernels where it was
+built, and no sources, headers or tests. An sdist has everything that building and testing need and
+nothing that was generated. Exit code 1 with one line per fault.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = {"pagedcache/py.typed", "pagedcache/data/smollm2_kv_sample.npz"}
+KERNELS = "pagedcache/libpagedcache_cuda.so"
 WHEEL_NAME = re.compile(r"pagedcache-[\w.]+-cp311-abi3-(?P<platform>\w+(\.\w+)*)\.whl")
 
 
@@ -48,7 +49,7 @@ def check_wheel(path: Path) -> list[str]:
     faults += [f"{name} has no Cython source here" for name in sorted(compiled - modules)]
     faults += [f"{name} is missing" for name in sorted((DATA | python_files()) - package)]
     allowed = (".py", ".pyi", ".abi3.so", ".pyd", ".npz", ".md", "py.typed")
-    faults += [f"{name} does not belong in a wheel" for name in sorted(package)
+    faults += [f"{name} does not belong in a wheel" for name in sorted(package - {KERNELS})
                if not name.startswith("pagedcache/") or not name.endswith(allowed)]  # fmt: skip
     if "Tag: cp311-abi3-" not in tags or "Root-Is-Purelib: false" not in tags:
         faults.append("the WHEEL file names another ABI")
@@ -68,7 +69,8 @@ def check_sdist(path: Path) -> list[str]:
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {"setup.py", "pyproject.toml", "LICENSE", "README.md", "ARCHITECTURE.md", "PKG-INFO"}
     needed |= DATA | python_files() | {f"{name}.pyx" for name in cython_modules()}
-    for folder, kinds in (("pagedcache", ["*.pxd"]), ("include", ["*.h"]), ("tools", ["*.py"]),
+    for folder, kinds in (("pagedcache", ["*.pxd"]), ("include", ["*.h"]),
+                          ("cuda", ["*.cu", "*.h"]), ("tools", ["*.py", "*.sh"]),
                           ("tests", ["*.*"])):  # fmt: skip
         for kind in kinds:
             found = (file.relative_to(ROOT) for file in (ROOT / folder).rglob(kind))

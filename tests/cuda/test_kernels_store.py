@@ -199,12 +199,12 @@ def test_far_beyond_two_gigabytes(board: Board) -> None:
     # CASE C46
     stride = 2**23 + 64
     for fmt, far in (("float16", 3_000_000), ("q8", -3_000_000)):
-        place = Place(board, fmt, num_blocks=1, block_size=2**20, dim=64, heads=1)
+        place = Place(board, fmt, num_blocks=1, block_size=2**10, dim=64, heads=1)
         rows = values((4, 1, 64), np.float32)
-        slots = np.array([0, 2**20 - 1, 77, 2**19])
+        slots = np.array([0, 2**10 - 1, 77, 2**9])
         step = stride if far > 0 else -stride
         source = board.copy(rows)
-        device_slots = board.copy(slots + abs(far) * 2**20)
+        device_slots = board.copy(slots + abs(far) * 2**10)
         board.call(
             "pc_cuda_store", place.geometry,
             place.bases[0] - abs(far) * step, step, abs(far) + 1, source.address,
