@@ -23,13 +23,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = "libpagedcache_cuda.so"
 DEFAULT_ROOT = "/usr/local/cuda"
+OBJECTS = ROOT / "build" / "cuda"
 #: Compute capabilities that get machine code, as X.Y without the dot; the newest gets PTX too, from
 #: which the driver compiles for every GPU that comes later.
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 #: CPU and GPU round alike: no fused multiply-add, on either side of a launch.
 FLAGS = (
     "-std=c++17", "-O3", "-fmad=false", "-cudart", "static", "-Xfatbin", "-compress-all",
-    "-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off", f"-I{ROOT / 'include'}",
+    "-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off",
 )  # fmt: skip
 CHOICES = {"": "auto", "1": "on", "true": "on", "yes": "on", "0": "off", "false": "off",
            "no": "off"}  # fmt: skip
@@ -101,10 +102,10 @@ def build(
     flags, left_out = architecture_flags(wanted, known_architectures(nvcc))
     if left_out:
         say(f"this nvcc does not know {', '.join(f'sm_{n}' for n in left_out)}: left out")
-    compile_command = [nvcc, *FLAGS, *flags]
+    compile_command = [nvcc, *FLAGS, f"-I{ROOT / 'include'}", *flags]
     version = _run([nvcc, "--version"])
     key = hashlib.sha256(f"{version}{shlex.join(compile_command)}".encode()).hexdigest()[:12]
-    objects = ROOT / "build" / "cuda" / key
+    objects = OBJECTS / key
     objects.mkdir(parents=True, exist_ok=True)
     headers = [*(ROOT / "include").rglob("*.h"), *(ROOT / "cuda").glob("*.h")]
     changed = max(path.stat().st_mtime for path in headers)
