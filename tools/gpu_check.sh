@@ -264,7 +264,7 @@ for name in "${builds[@]}"; do watched "$name" 240 >"$WORK/$name.answer" & done
 wait
 for name in "${builds[@]}"; do
     answer=$(<"$WORK/$name.answer")
-    case $answer in passed*) ;; *) tail -n 40 "$WORK/$name.log" ;; esac
+    case $answer in passed*) ;; *) tail -n 40 "$WORK/$name.log" 2>/dev/null ;; esac
     keep_answer "$name" "$answer"
 done
 # Here, not by its part: the modules' part removes what it did not build itself.
