@@ -106,6 +106,8 @@ def test_publishing_records_one_event_and_later_work_is_not_waited_for() -> None
     behind, unrelated = setting.model.operations[:2]
     assert behind.comes_before(last)
     assert not unrelated.comes_before(last)
+    setting.work(1, 7, writing=False)  # that event did not cover it
+    assert setting.device.calls["pc_cuda_event_record"] == 2
 
 
 def test_publishing_what_nobody_used_calls_nothing() -> None:  # SPEC F49
@@ -157,6 +159,20 @@ def test_an_old_tag_outlives_its_events() -> None:  # SPEC F49
     assert setting.device.calls["pc_cuda_event_record"] == 1 + 3 * RING
 
 
+def test_the_latest_events_are_kept() -> None:  # SPEC F49
+    """A ring that is full gives up its oldest event: what was published lately needs no other."""
+    setting = Setting(2, 100)
+    for block in range(3 * RING):
+        setting.work(0, block, writing=True)
+        setting.order.publish(ids(block), None)
+    setting.work(0, 99, writing=True)
+    for block in range(2 * RING, 3 * RING):
+        setting.work(1, block, writing=False)
+        assert not setting.model.operations[3 * RING].comes_before(setting.model.operations[-1])
+    assert setting.device.calls["pc_cuda_event_record"] == 3 * RING
+    assert setting.device.calls["pc_cuda_stream_wait"] == RING
+
+
 def test_marks_order_scratch_memory() -> None:  # SPEC F49
     setting = Setting(2)
     first, second = setting.streams
@@ -167,6 +183,19 @@ def test_marks_order_scratch_memory() -> None:  # SPEC F49
     setting.queue(1, 5, writing=True)
     setting.order.wait(second, [mark])
     assert setting.device.calls["pc_cuda_stream_wait"] == 1
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_the_last_of_several_marks_counts(newest_first: bool) -> None:  # SPEC F49
+    setting = Setting(3)
+    first, second, third = setting.streams
+    setting.queue(0, 5, writing=True)
+    marks = [setting.order.mark(first)]
+    setting.order.wait(third, marks)  # an event that covers the first mark only
+    setting.queue(0, 6, writing=True)
+    marks.append(setting.order.mark(first))
+    setting.order.wait(second, reversed(marks) if newest_first else marks)
+    setting.queue(1, 5, 6, writing=True)
 
 
 def test_forgetting_needs_the_last_call() -> None:  # SPEC F49
@@ -186,7 +215,11 @@ def test_forgetting_needs_the_last_call() -> None:  # SPEC F49
     setting.work(1, 5, 6, writing=True)
     setting.order.wait(second, [mark])  # done, as all of that stream
     assert setting.device.order_calls == before
-    setting.work(0, 5, writing=False)  # it may come back, and counts anew
+    setting.queue(0, 7, writing=False)  # it may come back, and counts anew
+    assert setting.order.mark(first).number < mark.number
+    setting.order.wait(second, [mark])
+    assert setting.device.order_calls == before
+    setting.work(0, 5, writing=False)
     setting.work(1, 5, writing=True)
 
 

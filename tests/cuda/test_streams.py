@@ -137,6 +137,9 @@ def test_the_owner_lives_as_long_as_its_stream(streams: Streams) -> None:  # SPE
     gc.collect()
     assert alive() is not None
     streams.resolve(Owner())  # another wrapper of the same stream
+    streams.resolve(0x9000)
+    gc.collect()
+    assert alive() is not None
     assert streams.resolve(0x9000).owner is alive()
     del streams
     gc.collect()
