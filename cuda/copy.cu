@@ -31,6 +31,7 @@ PC_DEVICE void copy_rows(const pc_column_call &call, const block_pairs &pairs, c
                          int64_t pair, int64_t first) {
     const uint8_t *const from = slab.base + pc_block_offset(&call.geometry, &slab, pairs.src[pair]);
     uint8_t *const to = slab.base + pc_block_offset(&call.geometry, &slab, pairs.dst[pair]);
+    PC_UNROLL_BY(1)
     for (int i = 0; i < PC_COLUMNS; i++) {
         const int64_t at = (first + i * pc_num_threads()) * WIDTH;
         if (at >= call.geometry.block_nbytes) {
@@ -40,6 +41,7 @@ PC_DEVICE void copy_rows(const pc_column_call &call, const block_pairs &pairs, c
         if (kept >= WIDTH) {
             pc_store_bytes<WIDTH>(to + at, pc_load_bytes<WIDTH>(from + at));
         } else {
+            PC_UNROLL_BY(1)
             for (int64_t byte = 0; byte < kept; byte++) {
                 to[at + byte] = from[at + byte];
             }

@@ -26,45 +26,82 @@ template <> struct pc_unit_type<1> {
 
 template <int NBYTES> using pc_unit = typename pc_unit_type<NBYTES>::type;
 
-/* At a multiple of the size. memcpy assumes nothing about the type of what lies there, and the
- * stated alignment makes it one access. */
+/* At a multiple of the size, in one access.
+ *
+ * nvcc learns the alignment from the type. It must not be told by __builtin_assume_aligned(): nvcc
+ * joins the loads of the branches below, and then uses the alignment that one branch assumes in all
+ * of them (13.0: addresses that are not aligned fault), or the least one, byte by byte. The host,
+ * where types may not be mixed like this, gets memcpy(). */
 template <int NBYTES> PC_DEVICE pc_unit<NBYTES> pc_load_unit(const void *at) {
+#if defined(__CUDACC__)
+    return *(const pc_unit<NBYTES> *)at;
+#else
     pc_unit<NBYTES> unit;
     memcpy(&unit, __builtin_assume_aligned(at, NBYTES), NBYTES);
     return unit;
+#endif
 }
 
 template <int NBYTES> PC_DEVICE void pc_store_unit(void *at, const pc_unit<NBYTES> &unit) {
+#if defined(__CUDACC__)
+    *(pc_unit<NBYTES> *)at = unit;
+#else
     memcpy(__builtin_assume_aligned(at, NBYTES), &unit, NBYTES);
+#endif
 }
 
 PC_INLINE int pc_is_aligned(const void *address, int nbytes) {
     return ((uintptr_t)address & (uintptr_t)(nbytes - 1)) == 0;
 }
 
-/* The same at any address: in one access where it is aligned, which it nearly always is, else in
+/* NBYTES at a multiple of PIECE, in as many accesses as that takes. */
+template <int NBYTES, int PIECE> PC_DEVICE pc_unit<NBYTES> pc_load_pieces(const void *at) {
+    pc_unit<PIECE> pieces[NBYTES / PIECE];
+    PC_UNROLL
+    for (int i = 0; i < NBYTES / PIECE; i++) {
+        pieces[i] = pc_load_unit<PIECE>((const uint8_t *)at + i * PIECE);
+    }
+    pc_unit<NBYTES> unit;
+    memcpy(&unit, pieces, NBYTES);
+    return unit;
+}
+
+template <int NBYTES, int PIECE>
+PC_DEVICE void pc_store_pieces(void *at, const pc_unit<NBYTES> &unit) {
+    pc_unit<PIECE> pieces[NBYTES / PIECE];
+    memcpy(pieces, &unit, NBYTES);
+    PC_UNROLL
+    for (int i = 0; i < NBYTES / PIECE; i++) {
+        pc_store_unit<PIECE>((uint8_t *)at + i * PIECE, pieces[i]);
+    }
+}
+
+/* NBYTES at any address: in one access where it is aligned, which it nearly always is, else in
  * words or bytes. */
 template <int NBYTES> PC_DEVICE pc_unit<NBYTES> pc_load_bytes(const void *at) {
     if (pc_is_aligned(at, NBYTES)) {
         return pc_load_unit<NBYTES>(at);
     }
-    pc_unit<NBYTES> unit;
-    if (NBYTES > 4 && pc_is_aligned(at, 4)) {
-        memcpy(&unit, __builtin_assume_aligned(at, 4), NBYTES);
-    } else {
-        memcpy(&unit, at, NBYTES);
+    if constexpr (NBYTES > 4) {
+        if (pc_is_aligned(at, 4)) {
+            return pc_load_pieces<NBYTES, 4>(at);
+        }
     }
-    return unit;
+    return pc_load_pieces<NBYTES, 1>(at);
 }
 
 template <int NBYTES> PC_DEVICE void pc_store_bytes(void *at, const pc_unit<NBYTES> &unit) {
     if (pc_is_aligned(at, NBYTES)) {
         pc_store_unit<NBYTES>(at, unit);
-    } else if (NBYTES > 4 && pc_is_aligned(at, 4)) {
-        memcpy(__builtin_assume_aligned(at, 4), &unit, NBYTES);
-    } else {
-        memcpy(at, &unit, NBYTES);
+        return;
     }
+    if constexpr (NBYTES > 4) {
+        if (pc_is_aligned(at, 4)) {
+            pc_store_pieces<NBYTES, 4>(at, unit);
+            return;
+        }
+    }
+    pc_store_pieces<NBYTES, 1>(at, unit);
 }
 
 /* Largest of 16, 8, 4, 2, 1 that divides every bit pattern or'ed into `bits`. */

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -247,6 +248,52 @@ def test_no_calls_and_nothing_spilled(tmp_path: Path) -> None:
         assert len(frames) == kernels and (kernels > 0) == (source.stem != "runtime")
         ptx = (tmp_path / f"{source.stem}.ptx").read_text()
         assert not re.search(r"^\s*call\b", ptx, re.MULTILINE)
+
+
+#: Kernels that take memory at any address, with the width of their accesses: NAME<WIDTH>.
+ANYWHERE = re.compile(r"\d(store_bits|load_bits|copy_blocks|copy_tokens|move_blocks)ILi(\d+)E")
+
+
+def accesses(ptx: str) -> dict[tuple[str, int], dict[str, Counter[int]]]:
+    """Of each of those kernels, how many loads and stores there are of how many bytes."""
+    found: dict[tuple[str, int], dict[str, Counter[int]]] = {}
+    for body in re.split(r"^\.(?:visible )?entry ", ptx, flags=re.MULTILINE)[1:]:
+        name = ANYWHERE.search(body.partition("(")[0])
+        if name is None:
+            continue
+        counts = {"ld": Counter[int](), "st": Counter[int]()}
+        for which, parts, bits in re.findall(
+            r"\b(ld|st)(?:\.global)?(?:\.v(\d))?\.[usb](\d+)\s", body
+        ):
+            counts[which][int(parts or 1) * int(bits) // 8] += 1
+        found[name[1], int(name[2])] = counts
+    return found
+
+
+@pytest.mark.parametrize("capability", (75, 90, 120))
+def test_every_alignment_has_an_access_of_its_own(tmp_path: Path, capability: int) -> None:
+    """One access where an address is aligned, one per byte where it is not.
+
+    nvcc may join the two: then it is bytes everywhere, or a fault where nothing is aligned.
+    """
+    # SPEC F48
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc on this machine")
+    if SHORT:
+        pytest.skip("the full profile compiles the kernels")
+    found = {}
+    for name in ("store", "load", "copy"):
+        command = ["nvcc", "-std=c++17", "-O3", "-fmad=false", f"-I{ROOT / 'include'}", "-ptx",
+                   f"-arch=compute_{capability}", str(ROOT / "cuda" / f"{name}.cu"), "-o",
+                   str(tmp_path / "made.ptx")]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.update(accesses((tmp_path / "made.ptx").read_text()))
+    assert len(found) == 2 * 3 + 3 * 5
+    for (name, width), counts in found.items():
+        for which, sizes in counts.items():
+            assert sizes[width] > 0, (name, width, which, sizes)
+            assert sizes[1] >= width, (name, width, which, sizes)
 
 
 # ---- the built library -----------------------------------------------------------------------
