@@ -46,6 +46,20 @@ def compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
+def kernel_flags(part: str, kernels: Path) -> list[str]:
+    """How the .cu files of a folder are compiled for a part; the source follows."""
+    includes = [f"-I{path}" for path in (kernels, ROOT / "include", HERE)]
+    return [*COMMON, *ARITHMETIC, *SANITIZERS[part], *includes, "-x", "c++"]
+
+
+def link(library: Path, objects: Sequence[Path], flags: Sequence[str]) -> None:
+    """Link a shared library; programs that have an old one open keep it."""
+    fresh = library.with_name(f".{library.name}.new")
+    command = [compiler(), "-shared", "-pthread", *flags, *map(str, objects), "-ldl"]
+    subprocess.run([*command, "-o", str(fresh)], check=True)
+    os.replace(fresh, library)
+
+
 class Builder:
     """Compiles into one folder. ``kernels``: the folder of the .cu files."""
 
@@ -80,10 +94,13 @@ class Builder:
             *HERE.glob("*.h"),
             *(HERE / "emulation").glob("*.h"),
         ]
-        includes = [f"-I{path}" for path in (self.kernels, ROOT / "include", HERE)]
-        flags = [*COMMON, *ARITHMETIC, *SANITIZERS[part], *includes, "-x", "c++"]
+        flags = kernel_flags(part, self.kernels)
         objects = self._compile(part, sources, headers, flags)
         self._link(self.folder / LIBRARIES[part], objects, SANITIZERS[part])
+
+    def objects(self, part: str) -> list[Path]:
+        """The object files of a part that was built."""
+        return sorted((self.folder / "objects" / part).glob("*.o"))
 
     def _compile(
         self, part: str, sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[str]
@@ -118,10 +135,7 @@ class Builder:
             and made_of.read_text() == inputs
         ):
             return
-        fresh = library.with_name(f".{library.name}.new")
-        command = [compiler(), "-shared", "-pthread", *flags, *map(str, objects), "-ldl"]
-        subprocess.run([*command, "-o", str(fresh)], check=True)
-        os.replace(fresh, library)  # programs that have the old one open keep it
+        link(library, objects, flags)
         made_of.write_text(inputs)
 
 

@@ -1,0 +1,46 @@
+"""Every fault put into the kernels is found by their tests, in the build that is there for it.
+
+Runs where PAGEDCACHE_TEST_MUTANTS=1 (CI does), because it compiles and starts many processes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_emulation import build, mutants
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("PAGEDCACHE_TEST_MUTANTS") != "1", reason="runs with PAGEDCACHE_TEST_MUTANTS=1"
+)
+
+
+@pytest.fixture
+def built(emulated: Any) -> Path:
+    return Path(os.environ["PAGEDCACHE_CUDA_EMULATION"])
+
+
+def up_to_date(built: Path, sanitizer: str | None) -> None:
+    build.Builder(built).build([sanitizer or "plain"])
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_fault_is_found(mutant: mutants.Mutant, built: Path, tmp_path: Path) -> None:
+    up_to_date(built, mutant.sanitizer)
+    library = mutants.build_mutant(mutant, built, tmp_path)
+    done = mutants.run_tests(built, library, mutant.sanitizer, mutant.order, mutant.tests)
+    assert done.returncode in mutants.CAUGHT, done.stdout[-3000:]
+
+
+RUNS = sorted({(each.sanitizer or "", each.order, each.tests) for each in mutants.MUTANTS})
+
+
+@pytest.mark.parametrize(("sanitizer", "order", "tests"), RUNS)
+def test_without_a_fault_nothing_is_found(
+    sanitizer: str, order: str, tests: str, built: Path
+) -> None:
+    up_to_date(built, sanitizer or None)
+    done = mutants.run_tests(built, None, sanitizer or None, order, tests)
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -1,0 +1,171 @@
+"""Faults put into the kernels on purpose, and what must find each: the proof that tests can fail.
+
+A mutant is one change of text in one file of cuda/. ``source`` names the .cu file that is compiled
+again; the rest of the library stays as it was built.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from cuda_emulation import build, run
+
+#: What a caught mutant's process may end with: failed tests, or a sanitizer's report or abort.
+CAUGHT = (1, run.REPORTED, -6)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``before`` occurs once in ``file`` (with ``nth``, that often), and becomes ``after``."""
+
+    name: str
+    file: str
+    source: str
+    before: str
+    after: str
+    tests: str  # selected with -k from the kernel tests
+    sanitizer: str | None = None  # which build finds it
+    order: str = "fwd"
+    nth: int = 0
+
+
+TILE_READY = "tile.groups[tile.lane] = group;\n        __syncwarp();\n"
+MUTANTS = (
+    Mutant(
+        "tile used before all lanes have described their groups",
+        "store.cu", "store.cu",
+        TILE_READY, TILE_READY.replace("        __syncwarp();\n", ""),
+        "same_bytes and q8",
+    ),
+    Mutant(
+        "tile described anew while lanes still read it",
+        "store.cu", "store.cu",
+        "        __syncwarp(); /* the tile before this one has left */\n", "",
+        "test_kernels_store and any_order",
+    ),
+    Mutant(
+        "values written out before all lanes have decoded",
+        "load.cu", "load.cu",
+        "        __syncwarp();\n        pc_tile_store_values", "        pc_tile_store_values",
+        "same_values and q4_1", order="rev",
+    ),
+    Mutant(
+        "shared tile of half the size",
+        "tile.h", "store.cu",
+        "PC_TILE_WARPS *PC_TILE_NBYTES / 16", "PC_TILE_WARPS *PC_TILE_NBYTES / 32",
+        "same_bytes and q8",
+    ),
+    Mutant(
+        "values exchanged with the next lane's row",
+        "tile.h", "store.cu",
+        "uint8_t *const to = pc_tile_row(tile, unit / per_group)",
+        "uint8_t *const to = pc_tile_row(tile, (unit / per_group + 1) % PC_WARP)",
+        "same_bytes and q4_0",
+    ),
+    Mutant(
+        "one column copied behind the block",
+        "columns.h", "copy.cu",
+        "if (column < call.num_columns) {\n                pc_store_bytes",
+        "if (column <= call.num_columns) {\n                pc_store_bytes",
+        "copies_in_any_order and q8",
+    ),
+    Mutant(
+        "bounds of the work not checked",
+        "store.cu", "store.cu",
+        "if (start + i * step < call.walk.total) {", "if (start < call.walk.total) {",
+        "same_bytes and float16", "address",
+    ),
+    Mutant(
+        "one slot read behind the list",
+        "places.h", "store.cu",
+        "const int64_t slot = call.slots[spot.token];",
+        "const int64_t slot = call.slots[spot.token] +\n"
+        "                         0 * ((const volatile int64_t *)call.slots)[spot.token + 1];",
+        "same_bytes and q4_0", "address",
+    ),
+    Mutant(
+        "distance of blocks in 32 bits",
+        "places.h", "store.cu",
+        "pc_row_address(&geometry, block_stride, block, head, offset)",
+        "pc_row_address(&geometry, (int32_t)(block_stride * block), 1, head, offset)",
+        "test_kernels_store and gigabytes",
+    ),
+    Mutant(
+        "moves in the wrong order",
+        "copy.cu", "copy.cu",
+        "for (int64_t move = 0; move < m; move++) {",
+        "for (int64_t move = m - 1; move >= 0; move--) {",
+        "test_moves and q4_0",
+    ),
+    Mutant(
+        "copies in order done by all CTAs at once",
+        "copy.cu", "copy.cu",
+        "pc_column_grid<PC_COLUMNS>(call, in_order ? 1 : n)", "pc_column_grid<PC_COLUMNS>(call, n)",
+        "copies_in_order and q8", "thread",
+    ),
+    Mutant(
+        "fault reported without an atomic",
+        "places.h", "store.cu",
+        "atomicCAS(words, 0ULL, (unsigned long long)code) == 0ULL",
+        "*words == 0ULL && (*words = (unsigned long long)code) != 0ULL",
+        "out_of_range and q8", "thread",
+    ),
+    Mutant(
+        "first hit found without an atomic",
+        "finite.cu", "finite.cu",
+        "atomicMin(first, (unsigned long long)(i * COUNT + found));",
+        "*first = (unsigned long long)(i * COUNT + found);",
+        "the_first_one and float16", order="rev",
+    ),
+)  # fmt: skip
+
+
+def changed_text(mutant: Mutant, text: str) -> str:
+    """The file's text with the fault. Raises ValueError where the place is not found."""
+    parts = text.split(mutant.before)
+    if len(parts) < mutant.nth + 2:
+        raise ValueError(f"{mutant.file} no longer holds what {mutant.name!r} changes")
+    at = mutant.nth + 1
+    return mutant.before.join(parts[:at]) + mutant.after + mutant.before.join(parts[at:])
+
+
+def build_mutant(mutant: Mutant, built: Path, folder: Path) -> Path:
+    """The library with the fault; ``built`` holds the library without it."""
+    part = mutant.sanitizer or "plain"
+    kernels = folder / "cuda"
+    shutil.copytree(build.KERNELS, kernels)
+    changed = kernels / mutant.file
+    changed.write_text(changed_text(mutant, changed.read_text()))
+    source = kernels / mutant.source
+    made = folder / f"{source.stem}.o"
+    command = [build.compiler(), *build.kernel_flags(part, kernels), "-c", str(source)]
+    subprocess.run([*command, "-o", str(made)], check=True)
+    others = [path for path in build.Builder(built).objects(part) if path.stem != source.stem]
+    library = folder / build.LIBRARIES[part]
+    build.link(library, [made, *others], build.SANITIZERS[part])
+    return library
+
+
+def run_tests(
+    built: Path, library: Path | None, sanitizer: str | None, order: str, tests: str
+) -> subprocess.CompletedProcess[str]:
+    """The selected kernel tests on a library (None: without a fault) in a process of their own."""
+    changes = run.environment(built, sanitizer, order)
+    changes["PAGEDCACHE_TEST_PROFILE"] = "short"
+    if library is not None:
+        changes["PAGEDCACHE_CUDA_LIBRARY"] = str(library)
+    if sanitizer == "thread":
+        run.fix_addresses()
+    files = sorted((build.ROOT / "tests" / "cuda").glob("test_kernels*.py"))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", tests]
+    command += ["-c", str(build.ROOT / "pyproject.toml"), "--rootdir", str(build.ROOT)]
+    return subprocess.run(
+        [*command, *map(str, files)],
+        env={**os.environ, **changes}, cwd=build.ROOT, timeout=300,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
