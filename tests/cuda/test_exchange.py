@@ -439,7 +439,9 @@ def test_dlpack_without_cuda_core(
 
 def test_a_stream_object_of_ours_is_followed(cuda: Any, memory: Any) -> None:  # SPEC F49
     """An array may carry the Stream itself, as views of a slab do."""
-    stream = Stream(cuda, 0x60, None, 1)
+    with cuda.current():
+        made = cuda.pycuda.Stream()
+    stream = Stream(cuda, made.handle, made, 1)
     x = DeviceArray(memory.address, (4,), None, np.float32, cuda, memory, stream=stream)
-    assert Streams(cuda).resolve(x.stream).handle == 0x60
+    assert Streams(cuda).resolve(x.stream).handle == made.handle
     assert get_device(0) is cuda
