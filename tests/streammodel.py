@@ -89,15 +89,18 @@ def merge(moment: Moment, other: Moment) -> None:
 class ModelDevice:
     """Stands in for a ``Device``: its calls go to a :class:`StreamModel` and are counted.
 
-    ``fail_in``: the call of this number from now on raises ``error``; 0 for none.
+    ``fail_in``: the call of this number from now on raises ``error``; 0 for none. ``captured`` and
+    ``destroyed``: handles of streams; a call on a destroyed one raises ``gone``.
     """
 
     ordinal, name, broken = 0, "cuda:0", None
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, gone: Exception | None = None) -> None:
         self.model = StreamModel()
         self.calls: Counter[str] = Counter()
         self.captured: set[int] = set()
+        self.destroyed: set[int] = set()
+        self.gone = gone or error
         self.live_events: set[int] = set()
         self.error = error
         self.fail_in = 0
@@ -111,6 +114,8 @@ class ModelDevice:
 
     def call(self, name: str, *args: Any) -> None:
         self._begin(name)
+        if args[-1] in self.destroyed:  # the stream is the last argument
+            raise self.gone
         if name == "pc_cuda_event_record":
             assert args[0] in self.live_events
             assert args[1] not in self.captured, "recorded on a stream that is being captured"
@@ -130,6 +135,7 @@ class ModelDevice:
         return self.ordinal
 
     def synchronize(self) -> None:
+        self.calls["synchronize"] += 1
         for stream in list(self.model._now):
             self.model.finish(stream)
 

@@ -16,6 +16,7 @@ from pagedcache._cuda.streams import Stream, Streams
 from pagedcache.errors import CudaCallError, DeviceError, StorageMemoryError
 
 FAILURE = CudaCallError("pc_cuda_anything", 999, "cudaErrorUnknown", "unknown error")
+GONE = CudaCallError("pc_cuda_anything", 400, "cudaErrorInvalidResourceHandle", "invalid handle")
 
 
 def ids(*blocks: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -26,7 +27,7 @@ class Setting:
     """An order over a model, and work done the way storage does it."""
 
     def __init__(self, num_streams: int = 3, num_blocks: int = 12) -> None:
-        self.device: Any = ModelDevice(FAILURE)
+        self.device: Any = ModelDevice(FAILURE, GONE)
         self.model = self.device.model
         self.order = Order(self.device, num_blocks)
         self.streams = [self.new_stream(index) for index in range(num_streams)]
@@ -263,6 +264,33 @@ def test_a_capture_is_refused_before_anything_is_queued() -> None:  # SPEC F49
     setting.work(2, 1, 2, 3, writing=True)
 
 
+@pytest.mark.parametrize("published", [False, True])
+def test_a_destroyed_stream_is_still_come_after(published: bool) -> None:  # SPEC F49
+    """Its work goes on. An event from before covers it; else the whole device is waited for."""
+    setting = Setting(3)
+    setting.work(0, 1, writing=True)
+    setting.work(0, 2, writing=True)
+    if published:
+        setting.order.publish(ids(1, 2))
+    setting.device.destroyed = {0}
+    setting.work(1, 1, writing=True)
+    setting.work(2, 1, 2, writing=True)
+    assert setting.device.calls["synchronize"] == (not published)
+    setting.work(1, 1, 2, writing=True)
+
+
+def test_foreign_work_on_a_destroyed_stream() -> None:  # SPEC F49
+    setting = Setting(3)
+    setting.queue(1, 4, writing=False)
+    setting.device.destroyed = {0x51}
+    with pytest.raises(DeviceError, match="which was destroyed"):
+        setting.order.publish(ids(4), setting.streams[1])
+    setting.work(0, 4, writing=True)
+    setting.queue(1, 5, writing=True)
+    setting.order.follow(setting.streams[0], setting.streams[1])
+    setting.queue(0, 5, writing=False)
+
+
 def test_no_memory_for_tags() -> None:  # SPEC F46
     device: Any = ModelDevice(FAILURE)
     order = Order(device, 2**55)
@@ -327,6 +355,7 @@ actions = st.one_of(
     st.tuples(st.just("follow"), stream_ids, stream_ids),
     st.tuples(st.just("burst"), stream_ids, blocks),
     st.tuples(st.just("forget"), stream_ids),
+    st.tuples(st.just("destroy"), stream_ids),
 )
 
 
@@ -368,6 +397,9 @@ def perform(setting: Setting, action: tuple[Any, ...], fail_in: int) -> None:
         for _ in range(RING + 1):
             perform(setting, ("work", stream, touched, True), 0)
             order.publish(ids(*touched))
+    elif kind == "destroy":  # another one takes its place
+        device.destroyed.add(setting.streams[rest[0]].handle)
+        setting.streams[rest[0]] = setting.new_stream(len(device.destroyed) + STREAMS)
     else:
         stream = setting.streams[rest[0]]
         setting.model.finish(stream.handle)
@@ -390,7 +422,8 @@ def test_every_conflict_is_ordered(
         if kind == "follow":
             rest[1] %= num_streams
         perform(setting, (kind, *rest), fail_in)
-    assert len(setting.device.live_events) <= num_streams * RING
+    streams = num_streams + len(setting.device.destroyed)
+    assert len(setting.device.live_events) <= streams * RING
     setting.order.close()
     assert not setting.device.live_events
 
