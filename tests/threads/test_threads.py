@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from cachekit import by_profile, empty, expected, make_cache, read, rows
-from devicekit import host
 from threadkit import SECONDS, THREADS, run_threads
+from threadworker import Worker
 
 import pagedcache as pc
 from pagedcache.errors import BlockError, OutOfBlocksError, PagedCacheError
@@ -140,116 +140,6 @@ def test_statistics_during_churn_are_one_moment():
     run_threads([churn(1), churn(2), reader])
     empty(cache)
     assert snapshots > 10
-
-
-class Worker:
-    """One thread's own sequences in a shared cache, every value checked."""
-
-    def __init__(self, cache: pc.PagedKVCache, seed: int, until: float) -> None:
-        self.cache, self.rng, self.until = cache, random.Random(seed), until
-        self.live: list[tuple[pc.Sequence, list[int], list[int]]] = []
-        self.base = (seed + 1) * 10_000
-        self.mark = 0
-        self.steps = 0
-
-    def marks(self, n: int) -> list[int]:
-        self.mark += n
-        return [self.base + (self.mark + i) % 9_000 for i in range(n)]
-
-    def __call__(self) -> None:
-        while time.monotonic() < self.until:
-            try:
-                self.step()
-            except OutOfBlocksError:
-                if self.live:
-                    self.live.pop(self.rng.randrange(len(self.live)))[0].free()
-            self.steps += 1
-        for seq, _, marks in self.live:
-            self.verify(seq, marks)
-            seq.free()
-
-    def verify(self, seq: pc.Sequence, marks: list[int]) -> None:
-        spec = self.cache.spec
-        for layer in range(spec.num_layers):
-            k, v = read(seq, layer, 0, len(marks))
-            want_k, want_v = expected(spec, layer, marks)
-            assert np.array_equal(k, want_k)
-            assert np.array_equal(v, want_v)
-
-    def step(self) -> None:
-        rng, cache, spec = self.rng, self.cache, self.cache.spec
-        action = rng.random()
-        if action < 0.3 or not self.live:
-            # prompts are shared by all threads, so hits are on other threads' bytes
-            tokens = [rng.randint(0, 1) for _ in range(rng.randint(1, 14))]
-            seq = cache.open(tokens)
-            hit = seq.num_cached_tokens
-            found = self.identify(seq, hit)
-            marks = found + self.marks(len(tokens) - hit)
-            self.live.append((seq, tokens, marks))
-            for layer in range(spec.num_layers):
-                seq.append(layer, *rows(spec, layer, marks[hit:]))
-            seq.commit(len(tokens) - hit)
-            return
-        i = rng.randrange(len(self.live))
-        seq, tokens, marks = self.live[i]
-        if action < 0.45:
-            new = self.marks(rng.randint(1, 5))
-            for layer in range(spec.num_layers):
-                seq.append(layer, *rows(spec, layer, new))
-            seq.commit(len(new))
-            marks += new
-        elif action < 0.55 and len(self.live) < 6:
-            self.live.append((seq.fork(), list(tokens), list(marks)))
-        elif action < 0.65:
-            n = rng.randint(0, len(marks))
-            seq.truncate(n)
-            del marks[n:], tokens[n:]
-        elif action < 0.75:
-            slots = cache.prepare([seq], [2])
-            new = self.marks(2)
-            try:
-                for layer in range(spec.num_layers):
-                    cache.store(layer, *rows(spec, layer, new), slots)
-            except pc.StaleMappingError:
-                return  # another thread defragmented between the calls: not committed
-            seq.commit(2)
-            marks += new
-        elif action < 0.85:
-            with seq.views(0) as views:
-                shown = [(v.k, v.start, v.length) for v in views]
-                want = expected(spec, 0, marks)[0]
-                for _ in range(3):
-                    for k, start, length in shown:
-                        got = host(k).transpose(1, 0, 2).astype(np.float32)
-                        assert np.array_equal(got, want[start : start + length])
-        elif action < 0.87:
-            cache.defragment()
-        elif action < 0.89:
-            cache.compact_sequence(seq)
-        elif action < 0.9:
-            cache.reset_prefix_cache()
-        elif action < 0.93:
-            cache.stats()
-            cache.fragmentation()
-            cache.block_tables([seq])
-        elif action < 0.95:
-            cache.check()
-        else:
-            self.verify(seq, marks)
-            seq.free()
-            del self.live[i]
-            return
-        self.verify(seq, marks)
-
-    def identify(self, seq: pc.Sequence, hit: int) -> list[int]:
-        """The marks another thread wrote, the same in every layer, in K and in V."""
-        if not hit:
-            return []
-        k, _ = read(seq, 0, 0, hit)
-        marks = np.rint(k[:, 0, 0] / 64).astype(int).tolist()
-        self.verify(seq, marks)
-        return marks
 
 
 @pytest.mark.parametrize("fmt", ["float32"])
