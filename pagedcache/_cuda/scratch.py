@@ -14,7 +14,7 @@ from pagedcache._cuda.order import Mark, Order
 from pagedcache._cuda.streams import CaptureError, Stream
 from pagedcache.errors import PagedCacheError, StorageMemoryError
 
-#: Regions above this are freed instead of kept.
+#: Regions above this are freed instead of kept; the host waits for their streams then.
 KEPT_NBYTES = 64 << 20
 
 _LEAST = 512
@@ -39,7 +39,10 @@ class Region:
         self._scratch.order.wait(stream, list(self._marks.values()))
 
     def release(self) -> None:
-        """Give the memory back to its pool. Idempotent; makes no driver call."""
+        """Give the memory back to its pool. Idempotent; never raises.
+
+        Makes no driver call, unless the region is a large one.
+        """
         try:
             memory = self._held.pop()
         except (AttributeError, IndexError):
@@ -108,8 +111,8 @@ class Scratch:
         return DeviceMemory(self.device, size, "temporary device memory")
 
     def take_back(self, memory: DeviceMemory, marks: dict[Stream, Mark]) -> None:
-        """Keep a region for the next taker, or free it."""
-        if self._closed or memory.nbytes > KEPT_NBYTES:
+        """Keep a region for the next taker, or free it, a large one once its streams are done."""
+        if self._closed or (memory.nbytes > KEPT_NBYTES and _wait_for(marks)):
             memory.free()
         else:
             self._idle.append((memory, marks))
@@ -132,6 +135,17 @@ class Scratch:
         """Free all idle regions, and the others when they are released. Never raises."""
         self._closed = True
         self.trim()
+
+
+def _wait_for(marks: dict[Stream, Mark]) -> bool:
+    """Whether the host could wait for streams; not for one that is captured or broken."""
+    try:
+        for stream in marks:
+            stream.refuse_capture("freeing device memory")
+            stream.synchronize()
+    except PagedCacheError:
+        return False
+    return True
 
 
 def size_class(nbytes: int) -> int:

@@ -536,6 +536,43 @@ def test_the_interpreter_exits_with_everything_alive(context: str, how: str) -> 
     assert_clean(done, said)
 
 
+@EMULATION_ONLY
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "del cache, held", "1 / 0"])
+@pytest.mark.parametrize("asynchronous", ["0", "1"])
+def test_the_interpreter_exits_with_a_cache_in_use(
+    ending: str, asynchronous: str
+) -> None:  # SPEC F42
+    done = run_program(
+        f"""
+        import numpy as np
+        import pagedcache as pc
+        spec = pc.CacheSpec(num_layers=2, num_kv_heads=2, head_dim=32, block_size=4)
+        cache = pc.PagedKVCache(spec, num_blocks=16, device="cuda:0")
+        gpu = pc._cuda.driver.get_device(0)
+        with gpu.current():
+            stream = gpu.pycuda.Stream(1)
+        rows = np.random.default_rng(0).standard_normal((10, 2, 32)).astype(np.float32)
+        seq = cache.open(list(range(10)), stream=stream)
+        for layer in range(2):
+            seq.append(layer, rows, rows, stream=stream)
+        seq.commit(10, stream=stream)
+        held = [seq.gather(0, stream=stream), seq.views(1), seq.fork(), cache.open(list(range(9)))]
+        held.append(held)
+        cache.me = held
+        print("end")
+        {ending or "pass"}
+        """,
+        PC_STUB_ASYNC=asynchronous,
+    )
+    assert done.stdout == "end\n"
+    if ending.startswith("1"):
+        assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
+        assert done.stderr.count("Error") == 1
+        assert done.returncode == 1
+    else:
+        assert (done.stderr, done.returncode) == ("", 3 if ending.startswith("raise") else 0)
+
+
 def test_owners_are_freed_at_exit() -> None:  # SPEC F42
     """What is adopted is freed by the exit hook, while the context can still be pushed."""
     freed: list[str] = []

@@ -322,11 +322,28 @@ def test_a_wait_that_fails_leaves_the_region(
     assert emulated.get("live_allocations") == 1
 
 
-def test_large_regions_are_not_kept(scratch: Scratch, stream: Stream, emulated: Any) -> None:
+def test_large_regions_are_not_kept(
+    cuda: Any, scratch: Scratch, stream: Stream, emulated: Any
+) -> None:  # SPEC F49
+    emulated.set("async", 1)
     region = scratch.take(KEPT_NBYTES + 1, stream)
-    assert emulated.get("live_allocations") == 1
+    cuda.call("pc_cuda_fill", region.address, 1, 1000, stream.handle)
+    region.used(stream)
+    assert (emulated.get("live_allocations"), emulated.get("pending")) == (1, 1)
     region.release()
-    assert emulated.get("live_allocations") == 0
+    assert (emulated.get("live_allocations"), emulated.get("pending")) == (0, 0)
+    assert emulated.get("freed_in_use") == 0  # its stream was waited for, by name
+
+
+def test_a_large_region_of_a_stream_that_cannot_be_waited_for(
+    scratch: Scratch, stream: Stream, emulated: Any
+) -> None:  # SPEC F46
+    region = scratch.take(KEPT_NBYTES + 1, stream)
+    region.used(stream)
+    emulated.fail("cuStreamSynchronize", 1, 999, 1)
+    region.release()
+    assert emulated.get("live_allocations") == 1
+    assert scratch.take(KEPT_NBYTES + 1, stream).address == region.address
 
 
 def test_closed_while_regions_are_out(cuda: Any, emulated: Any, stream: Stream) -> None:
