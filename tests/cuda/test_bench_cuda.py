@@ -10,6 +10,7 @@ import pytest
 from cli_tools import run
 
 from pagedcache.cli.bench import peers
+from pagedcache.cli.bench.gpu import clock as clock_module
 from pagedcache.cli.bench.gpu import machine as machine_module
 from pagedcache.cli.bench.gpu.clock import Clock
 from pagedcache.cli.bench.gpu.machine import Machine, check
@@ -21,8 +22,9 @@ pytestmark = pytest.mark.usefixtures("cuda")
 
 @pytest.fixture(autouse=True)
 def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torch the same rows come on every machine."""
+    """Without torch the same rows come on every machine; short samples, since time is no matter."""
     monkeypatch.setattr(peers, "torch", lambda: None)
+    monkeypatch.setattr(clock_module, "_SAMPLE_SECONDS", 1e-3)
 
 
 def bench(capsys: Capture, *argv: str) -> list[dict[str, Any]]:
