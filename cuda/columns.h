@@ -52,6 +52,7 @@ template <int AT_ONCE, class Visit>
 PC_DEVICE void pc_for_columns(const pc_column_call &call, const Visit &visit) {
     for (int s = (int)blockIdx.z; s < call.num_slabs; s += (int)gridDim.z) {
         const pc_slab slab = call.slabs[s];
+        PC_ASSUME_GLOBAL(slab.base);
         for (int64_t column = pc_thread(); column < call.num_columns;
              column += AT_ONCE * pc_num_threads()) {
             visit(slab, column);

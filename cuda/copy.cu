@@ -50,7 +50,7 @@ PC_DEVICE void copy_rows(const pc_column_call &call, const block_pairs &pairs, c
 }
 
 template <int WIDTH>
-__global__ void __launch_bounds__(PC_CTA)
+__global__ void __launch_bounds__(PC_CTA, PC_CTAS)
     copy_blocks(const pc_column_call call, const block_pairs pairs) {
     const int64_t start = pairs.in_order ? 0 : blockIdx.y;
     const int64_t step = pairs.in_order ? 1 : gridDim.y;
@@ -86,7 +86,7 @@ PC_DEVICE uint8_t *row_byte(const pc_geometry &g, const pc_slab &slab, const pc_
 }
 
 template <int WIDTH>
-__global__ void __launch_bounds__(PC_CTA)
+__global__ void __launch_bounds__(PC_CTA, PC_CTAS)
     copy_tokens(const pc_column_call call, const token_pairs pairs) {
     pc_for_columns<1>(call, [&](const pc_slab &slab, int64_t column) {
         const int64_t head = pc_divide(column, pairs.row_columns);
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(PC_CTA)
 
 /* Each thread holds its columns of the scratch block in registers. */
 template <int WIDTH>
-__global__ void __launch_bounds__(PC_CTA)
+__global__ void __launch_bounds__(PC_CTA, PC_CTAS)
     move_blocks(const pc_column_call call, const int32_t *moves, int64_t m) {
     pc_for_columns<PC_COLUMNS>(call, [&](const pc_slab &slab, int64_t first) {
         pc_columns<WIDTH> scratch = {};
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(PC_CTA)
 /* ---- filling --------------------------------------------------------------------------------- */
 
 template <int WIDTH>
-__global__ void __launch_bounds__(PC_CTA)
+__global__ void __launch_bounds__(PC_CTA, PC_CTAS)
     fill_blocks(const pc_column_call call, const int32_t *ids, int64_t n, uint8_t byte) {
     pc_columns<WIDTH> columns;
     PC_UNROLL

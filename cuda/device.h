@@ -16,6 +16,9 @@
 #define PC_PRAGMA(text) _Pragma(#text)
 #define PC_UNROLL_BY(count) PC_PRAGMA(unroll count)
 
+/* Tells the compiler that a pointer that it cannot follow is to global memory. */
+#define PC_ASSUME_GLOBAL(pointer) __builtin_assume(__isGlobal(pointer))
+
 /* An array in shared memory; the emulation cannot spell it as a storage class. */
 #define PC_SHARED(type, name, count) __shared__ type name[count]
 
@@ -37,6 +40,7 @@ constexpr int64_t PC_MOST_CTAS = 16384, PC_MOST_ROUNDS = 65535;
 #include "emulation.h"
 #define PC_UNROLL
 #define PC_UNROLL_BY(count)
+#define PC_ASSUME_GLOBAL(pointer)
 
 /* So few that every loop over the grid takes a second turn in tests. */
 constexpr int64_t PC_MOST_CTAS = 5, PC_MOST_ROUNDS = 3;
@@ -46,6 +50,7 @@ constexpr int64_t PC_MOST_CTAS = 5, PC_MOST_ROUNDS = 3;
 
 constexpr int PC_WARP = 32;
 constexpr int PC_CTA = 256; /* threads of a CTA, where a kernel has no reason of its own */
+constexpr int PC_CTAS = 3;  /* of them at least on a multiprocessor: 85 registers a thread */
 
 /* Loads that a thread starts before it waits for the first of them, where a kernel only copies. */
 constexpr int PC_BATCH = 2;

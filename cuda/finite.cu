@@ -15,7 +15,7 @@ constexpr uint32_t exponent_bits(int dtype) {
 /* COUNT values of type Bits in one access. A thread looks at ever later places, so it may stop at
  * its first hit; the least of all hits stays. */
 template <class Bits, int COUNT>
-__global__ void __launch_bounds__(PC_CTA)
+__global__ void __launch_bounds__(PC_CTA, PC_CTAS)
     find_nonfinite(const pc_rows rows, const pc_walk walk, uint32_t exponent,
                    unsigned long long *first) {
     constexpr int nbytes = COUNT * sizeof(Bits);

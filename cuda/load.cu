@@ -6,7 +6,8 @@ namespace {
 
 /* ---- same dtype inside and outside: bits are copied ------------------------------------------ */
 
-template <int NBYTES> __global__ void __launch_bounds__(PC_CTA) load_bits(const pc_load_call call) {
+template <int NBYTES>
+__global__ void __launch_bounds__(PC_CTA, PC_CTAS) load_bits(const pc_load_call call) {
     const int64_t step = pc_num_threads();
     for (int64_t start = pc_thread(); start < call.walk.total; start += PC_BATCH * step) {
         pc_unit<NBYTES> units[PC_BATCH];
@@ -24,6 +25,7 @@ template <int NBYTES> __global__ void __launch_bounds__(PC_CTA) load_bits(const 
         PC_UNROLL
         for (int i = 0; i < PC_BATCH; i++) {
             if (to[i] != nullptr) {
+                PC_ASSUME_GLOBAL(to[i]);
                 pc_store_bytes<NBYTES>(to[i], units[i]);
             }
         }
@@ -33,7 +35,7 @@ template <int NBYTES> __global__ void __launch_bounds__(PC_CTA) load_bits(const 
 /* ---- another float format: COUNT neighbours at a time ---------------------------------------- */
 
 template <class Format, int COUNT>
-__global__ void __launch_bounds__(PC_CTA) load_dense(const pc_load_call call) {
+__global__ void __launch_bounds__(PC_CTA, PC_CTAS) load_dense(const pc_load_call call) {
     constexpr int nbytes = COUNT * Format::quant_nbytes;
     const int64_t step = pc_num_threads();
     for (int64_t start = pc_thread(); start < call.walk.total; start += PC_BATCH * step) {
@@ -55,6 +57,7 @@ __global__ void __launch_bounds__(PC_CTA) load_dense(const pc_load_call call) {
             if (to[i] == nullptr) {
                 continue;
             }
+            PC_ASSUME_GLOBAL(to[i]);
             uint8_t bytes[nbytes];
             float values[COUNT];
             memcpy(bytes, units + i, nbytes);

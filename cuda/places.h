@@ -15,7 +15,10 @@ struct pc_place {
 PC_DEVICE pc_place pc_place_at(const pc_geometry &geometry, uint8_t *slab, int64_t block_stride,
                                int64_t block, int64_t head, int64_t offset) {
     const pc_address at = pc_row_address(&geometry, block_stride, block, head, offset);
-    return {slab + at.data, slab + at.scales};
+    const pc_place place = {slab + at.data, slab + at.scales};
+    PC_ASSUME_GLOBAL(place.data);
+    PC_ASSUME_GLOBAL(place.scales);
+    return place;
 }
 
 /* A byte of the row, or NULL where there is none. */
@@ -75,12 +78,14 @@ PC_DEVICE pc_place pc_listed_place(const pc_load_call &call, const pc_spot &spot
     const int64_t position = call.first + spot.token;
     const int64_t index = pc_divide(position, call.block_size);
     const int64_t offset = position - index * call.block_size.divisor;
+    uint8_t *slab = call.slab.base;
+    int64_t block = 0;
     if (call.block_pointers != nullptr) {
-        uint8_t *const block = (uint8_t *)(uintptr_t)call.block_pointers[index];
-        return pc_place_at(call.geometry, block, 0, 0, spot.head, offset);
+        slab = (uint8_t *)(uintptr_t)call.block_pointers[index];
+    } else {
+        block = call.block_ids[index];
     }
-    return pc_place_at(call.geometry, call.slab.base, call.slab.block_stride, call.block_ids[index],
-                       spot.head, offset);
+    return pc_place_at(call.geometry, slab, call.slab.block_stride, block, spot.head, offset);
 }
 
 #endif

@@ -7,7 +7,7 @@
 namespace {
 
 /* grid: x along the blocks, y over K and V of every layer. */
-__global__ void __launch_bounds__(PC_CTA)
+__global__ void __launch_bounds__(PC_CTA, PC_CTAS)
     build_pointers(const pc_slab *k_slabs, const pc_slab *v_slabs, int num_tables,
                    const int32_t *block_ids, int64_t first, int64_t count, uint64_t *table,
                    int64_t capacity) {

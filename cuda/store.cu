@@ -7,7 +7,7 @@ namespace {
 /* ---- same dtype inside and outside: bits are copied ------------------------------------------ */
 
 template <int NBYTES>
-__global__ void __launch_bounds__(PC_CTA) store_bits(const pc_store_call call) {
+__global__ void __launch_bounds__(PC_CTA, PC_CTAS) store_bits(const pc_store_call call) {
     const int64_t step = pc_num_threads();
     for (int64_t start = pc_thread(); start < call.walk.total; start += PC_BATCH * step) {
         pc_unit<NBYTES> units[PC_BATCH];
@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(PC_CTA) store_bits(const pc_store_call call) {
         PC_UNROLL
         for (int i = 0; i < PC_BATCH; i++) {
             if (to[i] != nullptr) {
+                PC_ASSUME_GLOBAL(to[i]);
                 pc_store_bytes<NBYTES>(to[i], units[i]);
             }
         }
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(PC_CTA) store_bits(const pc_store_call call) {
 /* ---- another float format: COUNT neighbours at a time ---------------------------------------- */
 
 template <class Format, int COUNT>
-__global__ void __launch_bounds__(PC_CTA) store_dense(const pc_store_call call) {
+__global__ void __launch_bounds__(PC_CTA, PC_CTAS) store_dense(const pc_store_call call) {
     constexpr int nbytes = COUNT * Format::quant_nbytes;
     const int64_t step = pc_num_threads();
     for (int64_t start = pc_thread(); start < call.walk.total; start += PC_BATCH * step) {
@@ -57,6 +58,7 @@ __global__ void __launch_bounds__(PC_CTA) store_dense(const pc_store_call call) 
             if (to[i] == nullptr) {
                 continue;
             }
+            PC_ASSUME_GLOBAL(to[i]);
             uint8_t bytes[nbytes];
             PC_UNROLL
             for (int value = 0; value < COUNT; value++) {

@@ -41,6 +41,14 @@ struct pc_tile {
     const pc_tile name = {(uint8_t *)(name##_rows) + name##_warp * PC_TILE_NBYTES, \
                           name##_groups + name##_warp * PC_WARP, (int)threadIdx.x % PC_WARP}
 
+/* Another lane's group. */
+PC_DEVICE pc_tile_group pc_tile_group_of(const pc_tile &tile, int group) {
+    const pc_tile_group found = tile.groups[group];
+    PC_ASSUME_GLOBAL(found.outside);
+    PC_ASSUME_GLOBAL(found.stored);
+    return found;
+}
+
 PC_DEVICE uint8_t *pc_tile_row(const pc_tile &tile, int group) {
     return tile.rows + group * PC_TILE_ROW_NBYTES;
 }
@@ -60,7 +68,7 @@ template <int COUNT> PC_DEVICE void pc_tile_load_values(const pc_tile &tile, con
     for (int step = 0; step < per_group; step++) {
         const int unit = step * PC_WARP + tile.lane;
         const int value = unit % per_group * COUNT;
-        const pc_tile_group group = tile.groups[unit / per_group];
+        const pc_tile_group group = pc_tile_group_of(tile, unit / per_group);
         uint8_t *const to = pc_tile_row(tile, unit / per_group) + value * sizeof(float);
         float values[COUNT] = {0};
         if (value < group.count) {
@@ -78,7 +86,7 @@ template <int COUNT> PC_DEVICE void pc_tile_store_values(const pc_tile &tile, co
     for (int step = 0; step < per_group; step++) {
         const int unit = step * PC_WARP + tile.lane;
         const int value = unit % per_group * COUNT;
-        const pc_tile_group group = tile.groups[unit / per_group];
+        const pc_tile_group group = pc_tile_group_of(tile, unit / per_group);
         if (value >= group.count) {
             continue;
         }
@@ -107,7 +115,7 @@ template <class Format> PC_DEVICE void pc_tile_load_stored(const pc_tile &tile) 
     for (int unit = tile.lane; unit < PC_WARP * group_of::units; unit += PC_WARP) {
         const int g = unit / group_of::units;
         const int byte = unit % group_of::units * group_of::unit;
-        const pc_tile_group group = tile.groups[g];
+        const pc_tile_group group = pc_tile_group_of(tile, g);
         if (group.count > 0) {
             pc_store_unit<group_of::unit>(pc_tile_row(tile, g) + group_of::at + byte,
                                           pc_load_bytes<group_of::unit>(group.stored + byte));
@@ -121,7 +129,7 @@ template <class Format> PC_DEVICE void pc_tile_store_stored(const pc_tile &tile)
     for (int unit = tile.lane; unit < PC_WARP * group_of::units; unit += PC_WARP) {
         const int g = unit / group_of::units;
         const int byte = unit % group_of::units * group_of::unit;
-        const pc_tile_group group = tile.groups[g];
+        const pc_tile_group group = pc_tile_group_of(tile, g);
         if (group.count > 0) {
             pc_store_bytes<group_of::unit>(
                 group.stored + byte,

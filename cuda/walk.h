@@ -43,6 +43,7 @@ PC_DEVICE pc_spot pc_spot_of(const pc_walk &walk, int64_t index) {
 
 /* First byte of the row outside the pool. */
 PC_DEVICE uint8_t *pc_outside_row(const pc_rows &rows, const pc_spot &spot) {
+    PC_ASSUME_GLOBAL(rows.base);
     return rows.base + spot.token * rows.token_stride + spot.head * rows.head_stride;
 }
 
