@@ -162,15 +162,17 @@ class Streams:
 
     def _forget(self, stream: Stream) -> bool:
         """Wait for a stream and drop it; False if it is captured or other threads use it now."""
-        if stream.is_captured():
-            return False
         calls = [(tracker, tracker.last_call(stream)) for tracker in stream.trackers()]
-        try:
-            stream.synchronize()
-        except CudaCallError as error:
-            if error.code != INVALID_HANDLE:
-                raise
-            self.device.synchronize()  # the stream was destroyed: its work may still run
+        # A producer's stream, from which nothing here is queued, may be gone: do not touch it.
+        if not calls or any(number for _, number in calls):
+            if stream.is_captured():
+                return False
+            try:
+                stream.synchronize()
+            except CudaCallError as error:
+                if error.code != INVALID_HANDLE:
+                    raise
+                self.device.synchronize()  # the stream was destroyed: its work may still run
         if not all([tracker.forget(stream, number) for tracker, number in calls]):
             return False
         with self._lock:

@@ -215,6 +215,18 @@ def test_a_destroyed_stream_makes_the_device_wait(device: Any) -> None:  # SPEC 
     assert streams.resolve(0x20).index == 2  # nothing has changed
 
 
+def test_a_stream_that_was_only_followed_is_left_alone(device: Any) -> None:  # SPEC F49
+    """A producer's stream, known by its number alone, may be destroyed at any time."""
+    streams, order = Streams(device, limit=3), Order(device, 4)
+    producer = streams.resolve(0x20)
+    order.follow(streams.resolve(0x10), producer)
+    streams.resolve(0x10)
+    asked = [device.calls[f"pc_cuda_stream_{name}"] for name in ("capturing", "synchronize")]
+    streams.resolve(0x30)
+    assert asked == [device.calls[f"pc_cuda_stream_{n}"] for n in ("capturing", "synchronize")]
+    assert streams.resolve(0x20) is not producer
+
+
 def test_many_threads_get_the_same_objects(device: Any) -> None:  # SPEC F34
     streams = Streams(device)
     found: list[list[Stream]] = []
