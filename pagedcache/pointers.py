@@ -99,7 +99,7 @@ class BatchPointers:
     spec: CacheSpec
     _storage: Any
     _queue: Any
-    block_tables: Any
+    page_table: Any
 
     def device_ptr_tables(
         self,
@@ -117,16 +117,15 @@ class BatchPointers:
         memory goes with the arrays: keep them while a kernel reads them. Errors as for
         ``block_tables`` and ``Sequence.layer_device_ptr_tables``.
         """
-        seqs = list(seqs)
         queue = self._queue(stream)
         part, local, own = _part(self, layer, queue)
-        given = None if lengths is None else list(lengths)
-        tables = self.block_tables(seqs, given)
-        ends = [seq.seq_len for seq in seqs] if given is None else [int(n) for n in given]
-        counts = np.array([-(-end // self.spec.block_size) for end in ends], np.int64)
-        ids = np.where(np.arange(tables.shape[1]) < counts[:, None], tables, np.int32(-1))
+        table = self.page_table(seqs, lengths, True)
+        counts = np.diff(table.kv_indptr)
+        most = int(counts.max(initial=0))
+        ids = np.full((len(counts), most), -1, np.int32)
+        ids[np.arange(most) < counts[:, None]] = table.kv_indices
         k, v = part.pointer_batch(local, ids, own)
-        return _named(self.spec, k, v, tables.shape[1])
+        return _named(self.spec, k, v, most)
 
 
 def _part(cache: Any, layer: Any, queue: Any) -> tuple[Any, int, Any]:

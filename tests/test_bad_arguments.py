@@ -39,6 +39,9 @@ from pagedcache.errors import PagedCacheError
 Call = Callable[[World, Any], Any]
 
 
+# What is no stream, on the CPU and on a GPU alike.
+STREAMS = [0.5, "a", b"", True, False, -1, 2**64, 2, [], {"cuda:9": 1}, object(), Odd()]
+
 # name -> (call, bad values); a value that must be accepted somewhere is not in its list.
 SWEEP: dict[str, tuple[Call, list[Any]]] = {
     "open tokens": (lambda w, x: w.cache.open(x), TOKENS),
@@ -168,6 +171,52 @@ SWEEP: dict[str, tuple[Call, list[Any]]] = {
     "writable_block_at position": (
         lambda w, x: w.cache.writable_block_at(w.seq.seq_id, x), [*POSITIONS, 8]
     ),
+    "open stream": (lambda w, x: w.cache.open([1], stream=x), STREAMS),
+    "append stream": (lambda w, x: w.seq.append(0, w.rows, w.rows, stream=x), STREAMS),
+    "append_kv stream": (lambda w, x: w.seq.append_kv(0, w.rows, w.rows, 0, stream=x), STREAMS),
+    "gather stream": (lambda w, x: w.seq.gather(0, stream=x), STREAMS),
+    "views stream": (lambda w, x: w.seq.views(0, stream=x), STREAMS),
+    "packed_views stream": (lambda w, x: w.seq.packed_views(0, stream=x), STREAMS),
+    "prepare stream": (lambda w, x: w.seq.prepare(1, stream=x), STREAMS),
+    "cache.prepare stream": (lambda w, x: w.cache.prepare([w.seq], [1], stream=x), STREAMS),
+    "store stream": (lambda w, x: w.cache.store(0, w.rows, w.rows, [-1], stream=x), STREAMS),
+    "commit stream": (lambda w, x: w.seq.commit(0, stream=x), STREAMS),
+    "cache.commit stream": (lambda w, x: w.cache.commit([w.seq], [0], stream=x), STREAMS),
+    "truncate stream": (lambda w, x: w.seq.truncate(0, stream=x), STREAMS),
+    "update_tokens stream": (
+        lambda w, x: w.cache.update_tokens(w.seq.seq_id, 6, stream=x), STREAMS
+    ),
+    "free stream": (lambda w, x: w.seq.free(stream=x), STREAMS),
+    "free_sequence stream": (
+        lambda w, x: w.cache.free_sequence(w.seq.seq_id, stream=x), STREAMS
+    ),
+    "writable_block_at stream": (
+        lambda w, x: w.cache.writable_block_at(w.seq.seq_id, 1, stream=x), STREAMS
+    ),
+    "defragment stream": (lambda w, x: w.cache.defragment(stream=x), STREAMS),
+    "compact_sequence stream": (
+        lambda w, x: w.cache.compact_sequence(w.seq, stream=x), STREAMS
+    ),
+    "record_use seqs": (lambda w, x: w.cache.record_use(x), SEQS),
+    "record_use stream": (lambda w, x: w.cache.record_use([w.seq], x), STREAMS),
+    "slabs": (lambda w, x: w.cache.slabs(x), LAYERS),
+    "layer_device_ptr_tables": (lambda w, x: w.seq.layer_device_ptr_tables(x), LAYERS),
+    "layer_device_ptr_tables n": (
+        lambda w, x: w.seq.layer_device_ptr_tables(0, x),
+        [*NOT_INTEGERS[1:], *HUGE, *NEGATIVE, 3],
+    ),
+    "layer_device_ptr_tables stream": (
+        lambda w, x: w.seq.layer_device_ptr_tables(0, stream=x), STREAMS
+    ),
+    "layer_block_ptr_tables": (lambda w, x: w.seq.layer_block_ptr_tables(x), LAYERS),
+    "device_ptr_tables seqs": (lambda w, x: w.cache.device_ptr_tables(x, 0), SEQS),
+    "device_ptr_tables layer": (lambda w, x: w.cache.device_ptr_tables([w.seq], x), LAYERS),
+    "device_ptr_tables lengths": (
+        lambda w, x: w.cache.device_ptr_tables([w.seq], 0, x), [5, "a", [1.0], [-1], [9], [1, 2]]
+    ),
+    "device_ptr_tables stream": (
+        lambda w, x: w.cache.device_ptr_tables([w.seq], 0, stream=x), STREAMS
+    ),
     "pool.allocate": (lambda w, x: w.cache.pool.allocate(x), [*COUNTS, 17]),
     "pool.free": (
         lambda w, x: w.cache.pool.free(x),
@@ -225,6 +274,7 @@ def test_the_sweep_covers_every_public_call():
     no_arguments = {
         "close", "check", "defragment", "fragmentation", "stats", "reset_prefix_cache",
         "take_block_copies", "live_sequences", "free", "release", "allocate_one",
+        "synchronize",
     }
     for cls in (pc.PagedKVCache, pc.Sequence, pc.BlockPool):
         left = _public(cls) - swept - no_arguments - {"fork"}
