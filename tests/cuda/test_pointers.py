@@ -221,7 +221,9 @@ def test_a_cache_of_the_cpu_has_no_pointer_tables() -> None:
             seq.layer_device_ptr_tables(0)
 
 
-@pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemcpyAsync", "pc_stub_enqueue", "cuEventRecord"])
+@pytest.mark.parametrize(
+    "call", ["cuMemAlloc", "cuMemcpyAsync", "pc_stub_enqueue", "cuEventRecord"]
+)
 def test_a_failure_leaves_the_old_table(emulated: Any, call: str) -> None:
     # SPEC F45 F46, CASE C51
     with make_cache(64) as cache, cache.open(range(2 * B)) as seq:

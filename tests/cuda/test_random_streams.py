@@ -209,6 +209,7 @@ class History:
 
 def play(emulated: Any, seed: int) -> None:
     import pycuda.driver as driver
+
     from pagedcache._cuda.driver import get_device
 
     emulated.set("async", 1)
