@@ -55,14 +55,12 @@ class _Memory:
         except (AttributeError, IndexError):
             return
         device = self.device
-        if not device.is_usable:
-            keep_for_ever(held)
-        elif device.broken is not None or not self._released(held):
-            device.quietly(self._release_broken)
+        if device.broken is not None or not self._released(held):
+            device.quietly(self._release_broken)  # nothing in a forked child: it is the parent's
             keep_for_ever(held)  # PyCUDA would free it once more
 
     def _released(self, held: Any) -> bool:
-        """Whether the memory was PyCUDA's to release: not where its context cannot be pushed."""
+        """Whether PyCUDA had its turn: not where its context cannot be pushed."""
         pushed = False
         try:
             with self.device.current(), self.device.driver.relaxed():
@@ -71,12 +69,6 @@ class _Memory:
         except Exception:
             return pushed
         return True
-
-    def abandon(self) -> None:
-        """Let go without a call of the driver: in a forked child the memory is the parent's."""
-        for held in self._held:
-            keep_for_ever(held)
-        self._held.clear()
 
     def __del__(self) -> None:
         self.free()

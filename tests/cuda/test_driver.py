@@ -212,6 +212,22 @@ def test_the_callers_context_comes_back(cuda: Any) -> None:  # SPEC F42
         own.detach()
 
 
+def test_the_callers_context_comes_back_when_ours_cannot_be_pushed(
+    emulated: Any, cuda: Any
+) -> None:  # SPEC F42, F46
+    """PyCUDA takes theirs off the driver's stack before it pushes ours."""
+    own = cuda.pycuda.Device(0).make_context()
+    try:
+        emulated.fail("cuCtxPushCurrent", 1, 999, 1)
+        with pytest.raises(CudaCallError, match="cuCtxPushCurrent"), cuda.current():
+            pass
+        assert current_context(cuda) == own.handle
+        assert cuda.pycuda.Context.get_current() == own
+    finally:
+        own.pop()
+        own.detach()
+
+
 def test_a_context_that_pycuda_does_not_know_comes_back(emulated: Any, cuda: Any) -> None:
     """As torch does it: another device is made current behind PyCUDA's back."""
     emulated.set("devices", 2)  # SPEC F42
@@ -461,6 +477,27 @@ def test_a_forked_child_is_refused() -> None:  # SPEC 7
     )
     refused = ["ForkedProcessError True"] * 4 + ["CudaUnavailableError True"] * 2
     assert_clean(done, "\n".join([*refused, "True", "0 True"]))
+
+
+@EMULATION_ONLY
+@pytest.mark.parametrize("held", ["", "DeviceMemory", "PinnedMemory"])
+@pytest.mark.parametrize("ending", ["sys.exit()", "held.clear(); sys.exit()", "os._exit(0)"])
+def test_a_forked_child_ends_quietly(held: str, ending: str) -> None:  # SPEC 7
+    """What belongs to the parent is not given back by the child, which may not call the driver."""
+    done = run_program(
+        f"""
+        import os, sys
+        from pagedcache._cuda.driver import get_device
+        from pagedcache._cuda.memory import DeviceMemory, PinnedMemory
+        held = [kind(get_device(0), 100, "x") for kind in [{held}]]
+        get_device(0).synchronize()
+        child = os.fork()
+        if not child:
+            {ending}
+        print(os.waitpid(child, 0)[1])
+        """
+    )
+    assert_clean(done, "0")
 
 
 @EMULATION_ONLY

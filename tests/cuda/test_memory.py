@@ -187,7 +187,9 @@ def test_freed_whatever_the_context_does(
 ) -> None:  # SPEC F46
     memory = kind(cuda, 100, "a test")
     emulated.fail(call, 1, 999, 1)
-    memory.free()
+    thread = threading.Thread(target=memory.free)  # where PyCUDA would not free it by itself
+    thread.start()
+    thread.join()
     emulated.fail(call, 0)
     del memory
     gc.collect()
@@ -279,6 +281,13 @@ def test_a_region_of_the_same_stream_comes_first(
     assert emulated.get("event_records") == 0
 
 
+def test_a_small_array_takes_no_large_region(scratch: Scratch, stream: Stream) -> None:
+    large = scratch.take(1 << 20, stream)
+    large.release()
+    assert scratch.take(1000, stream).nbytes == 1024
+    assert scratch.take(1 << 20, stream).address == large.address
+
+
 def test_a_region_that_nobody_holds_comes_back(scratch: Scratch, stream: Stream) -> None:
     region = scratch.take(1000, stream)
     address = region.address
@@ -291,8 +300,10 @@ def test_idle_regions_make_room(
     cuda: Any, scratch: Scratch, stream: Stream, emulated: Any
 ) -> None:  # SPEC F46
     emulated.set("total_memory", 3 << 20)
+    emulated.set("async", 1)
     for nbytes in (1 << 20, 1 << 19):
         region = scratch.take(nbytes, stream)
+        cuda.call("pc_cuda_fill", region.address, 1, nbytes, stream.handle)
         region.used(stream)
         region.release()
     with pytest.raises(StorageMemoryError, match="temporary device memory"):
@@ -370,6 +381,31 @@ def test_there_and_back(staging: Staging, stream: Stream, nbytes: int, emulated:
     values[:] = 0  # it may be changed at once
     assert (read(staging, region.address, nbytes, stream) == kept).all()
     region.release()
+
+
+def test_an_upload_is_a_use_of_its_region(
+    cuda: Any, staging: Staging, scratch: Scratch, streams: Streams, stream: Stream, emulated: Any
+) -> None:  # SPEC F49, CASE C52
+    """Given up at once, the region is not another stream's before the copy has been made."""
+    emulated.set("async", 1)
+    staging.upload(np.ones(1000, np.uint8), stream).release()
+    again = scratch.take(1000, streams.default)
+    cuda.call("pc_cuda_fill", again.address, 2, 1000, None)
+    streams.default.synchronize()
+    stream.synchronize()
+    assert (read(staging, again.address, 1000, streams.default) == 2).all()
+
+
+def test_copies_under_way_end_before_the_ring_goes(
+    cuda: Any, staging: Staging, stream: Stream, emulated: Any
+) -> None:  # SPEC F49
+    emulated.set("async", 1)
+    memory = DeviceMemory(cuda, 2000, "a test")
+    staging.write(memory.address, pattern(2000), stream)
+    staging.close()
+    assert emulated.get("events_destroyed_in_use") == emulated.get("freed_in_use") == 0
+    assert (read(staging, memory.address, 2000, stream) == pattern(2000)).all()
+    memory.free()
 
 
 def test_any_dtype_and_shape(staging: Staging, stream: Stream) -> None:  # SPEC F43
@@ -538,6 +574,7 @@ def test_refused_under_capture(
     stream = Streams(cuda).resolve(made)
     values = np.zeros(100, np.uint8)
     handle, graph = ctypes.c_void_p(made.handle), ctypes.c_void_p()
+    allocations = emulated.get("allocations")
     with cuda.current():
         assert emulated.library.cuStreamBeginCapture_v2(handle, 0) == 0
         for call in (
@@ -550,6 +587,37 @@ def test_refused_under_capture(
         assert emulated.library.cuStreamEndCapture(handle, ctypes.byref(graph)) == 0
         assert emulated.library.cuGraphDestroy(graph) == 0
     assert emulated.get("capture_violations") == 0
+    assert emulated.get("allocations") == allocations
+    memory.free()
+
+
+def test_readers_do_not_wait_for_each_other(cuda: Any, staging: Staging) -> None:  # SPEC F34
+    """Each holds half of the ring and needs more: they must empty their own half first."""
+    staging._most = 2048
+    meet, copy = threading.Barrier(2, timeout=30), staging._copy
+    met = threading.local()
+
+    def first_meet(*arguments: Any) -> None:
+        if not hasattr(met, "done"):
+            met.done = True
+            meet.wait()
+        copy(*arguments)
+
+    staging._copy = first_meet  # type: ignore[method-assign]
+    memory = DeviceMemory(cuda, 6000, "a test").zeroed()
+    found: list[np.ndarray] = []
+    threads = [
+        threading.Thread(
+            target=lambda: found.append(read(staging, memory.address, 6000, Streams(cuda).default)),
+            daemon=True,
+        )
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 2 and not any(out.any() for out in found)
     memory.free()
 
 
