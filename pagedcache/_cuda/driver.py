@@ -28,6 +28,20 @@ from pagedcache.errors import (
 if TYPE_CHECKING:
     from pagedcache._cuda.staging import Staging
 
+#: Calls that wait, for other streams than a captured one, and launches, which may load a kernel.
+_UNSAFE_BESIDE_CAPTURES = (
+    "pc_cuda_event_synchronize",
+    "pc_cuda_stream_synchronize",
+    "pc_cuda_store",
+    "pc_cuda_load",
+    "pc_cuda_find_nonfinite",
+    "pc_cuda_copy_blocks",
+    "pc_cuda_copy_tokens",
+    "pc_cuda_move_blocks",
+    "pc_cuda_fill_blocks",
+    "pc_cuda_build_pointers",
+)
+
 _SPAWN = 'CUDA works in no forked child; start workers with multiprocessing\'s method "spawn"'
 
 
@@ -43,7 +57,18 @@ def problem(ordinal: int = 0) -> str | None:
         except CudaUnavailableError as error:
             if error.reason not in parts:
                 parts.append(error.reason)
-    return "; ".join(parts) if parts else None
+    return "; ".join(parts) if parts else _mismatch()
+
+
+def _mismatch() -> str | None:
+    """Why driver and kernels, which are there, do not work together; None if they do."""
+    code, _ = load().device_count()
+    if code != 35:
+        return None
+    return (
+        "the NVIDIA driver is too old for the compiled kernels: install a newer one, or build "
+        "pagedcache by a CUDA toolkit that it supports (PAGEDCACHE_CUDA=on pip install .)"
+    )
 
 
 def _import_pycuda() -> Any:
@@ -130,7 +155,9 @@ class Device:
         self.library, self.driver = library, driver
         self.broken: DeviceError | None = None
         self.pycuda = pycuda
-        self._functions = library.functions
+        self._functions = dict(library.functions)
+        for name in _UNSAFE_BESIDE_CAPTURES:
+            self._functions[name] = partial(driver.call_relaxed, self._functions[name])
         self._owners: WeakSet[Any] = WeakSet()
         self._staging: Staging | None = None
         self._lock = threading.Lock()

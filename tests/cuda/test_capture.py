@@ -4,6 +4,7 @@ before anything has changed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -220,20 +221,36 @@ def test_what_touches_no_stream_goes_on(cuda: Any, emulated: Any, two: Any) -> N
     half.done()
 
 
-def test_another_stream_goes_on_meanwhile(cuda: Any, emulated: Any, two: Any) -> None:
-    # SPEC F49: one stream is captured in mode 2, the other one works with blocks of its own
+@pytest.mark.parametrize("thread", ["of the capture", "another"])
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_another_stream_goes_on_meanwhile(
+    mode: int, thread: str, cuda: Any, emulated: Any, two: Any
+) -> None:
+    # SPEC F49, F34: one stream is captured, the other one works with blocks of its own, and waits
     half = Half(*two, fmt="float32")
     cache = half.cache
-    with Capture(cuda, two[0], mode=2) as graph:
+
+    def work() -> None:
         with cache.open(range(500, 507), stream=two[1]) as seq:
             fill_on(cache, seq, range(1, 8), two[1])
             for layer in range(2):
-                got = read_on(seq, layer, 7, two[1])
-                want = expected(cache.spec, layer, range(1, 8))
+                seq.append(layer, *rows(cache.spec, layer, [8]), stream=two[1])  # of the host
+            seq.commit(1)
+            for layer in range(2):
+                got = read_on(seq, layer, 8, two[1])
+                want = expected(cache.spec, layer, range(1, 9))
                 np.testing.assert_array_equal(got[0], want[0])
             # what the captured stream wrote without an event cannot be waited for now
             with pytest.raises(DeviceError):
                 half.late.gather(0, stream=two[1])
+
+    with Capture(cuda, two[0], mode) as graph:
+        if thread == "another":
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(work).result()
+        else:
+            work()
+        assert emulated.get("capture_violations") == 0
     graph.close()
     assert_holds(cache, half.late, range(21, 27))
     half.done()

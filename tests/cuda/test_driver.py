@@ -146,6 +146,19 @@ def test_a_driver_that_does_not_start(emulated: Any, cuda: Any) -> None:  # CASE
     assert reason.startswith("the NVIDIA driver does not start (CUDA_ERROR_UNKNOWN: unknown error)")
 
 
+def test_a_driver_older_than_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, cuda: Any
+) -> None:  # CASE C48
+    """The driver starts, but it does not know the CUDA version that nvcc built the library for."""
+    monkeypatch.setattr(library.Library, "device_count", lambda self: (35, 0))
+    reason = problem()
+    assert reason is not None
+    assert reason.startswith("the NVIDIA driver is too old for the compiled kernels")
+    assert "newer" in reason and "PAGEDCACHE_CUDA=on" in reason
+    monkeypatch.undo()
+    assert problem() is None
+
+
 def test_all_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, cuda: Any) -> None:
     monkeypatch.setitem(sys.modules, "pycuda", None)  # CASE C48
     monkeypatch.setenv(library.PATH_VARIABLE, "/nowhere/lib.so")
