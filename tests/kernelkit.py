@@ -31,6 +31,20 @@ def bits(array: Array) -> Array:
     return array.view(f"u{array.dtype.itemsize}")
 
 
+def uneven(array: Array, axis: int) -> Array:
+    """The same values from a 64-byte boundary on; only the steps along ``axis`` (0 or 1) are no
+    multiples of 16 bytes."""
+    item = array.dtype.itemsize
+    inner = array.shape[2] + (axis == 1)
+    outer = -(-inner * array.shape[1] // 16) * 16 + (axis == 0)
+    memory = np.zeros(array.shape[0] * outer + 64, array.dtype)
+    start = -memory.ctypes.data % 64 // item
+    strides = (outer * item, inner * item, item)
+    view = np.lib.stride_tricks.as_strided(memory[start:], array.shape, strides)
+    view[:] = array
+    return view
+
+
 class Copy:
     """A device copy of everything that a host array touches, as it lies, alignment included.
 

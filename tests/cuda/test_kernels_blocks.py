@@ -149,7 +149,8 @@ def test_pointers_of_every_layer(board: Board) -> None:
     slabs = np.zeros((2, layers), "u8,i8")
     slabs["f0"] = rng.integers(0, 2**47, (2, layers))
     slabs["f1"] = rng.integers(-(2**40), 2**40, (2, layers))
-    block_ids = rng.integers(-2, 2**20, count, np.int32)
+    block_ids = rng.integers(0, 2**20, count, np.int32)
+    block_ids[5::7] = -1
     table = rng.integers(0, 2**63, (layers, 2, capacity), np.uint64)
     device_slabs = board.copy(slabs)
     device_ids, device_table = board.copy(block_ids), board.copy(table.copy())

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernelkit import Array, Board, Place, bits
+from kernelkit import Array, Board, Place, bits, uneven
 from profiles import SHORT
 from storagekit import ARRANGEMENTS, BFLOAT16, DTYPES, FORMATS, LAYOUTS
 
@@ -30,7 +30,7 @@ def target(shape: tuple[int, ...], dtype: Any, lie: str = "contiguous") -> Array
 
 def check(place: Place, out: Array, block_ids: Any, first: int, pointers: bool = False) -> None:
     """Load into ``out`` on the device and on the host: equal values, and no byte beside them."""
-    expected = out.copy(order="K")
+    expected = np.array(out)  # contiguous
     ids = np.asarray(block_ids, np.int32)
     place.native.load(0, ids, first, bits(expected), get_format(out.dtype.name).code)
     place.load(out, ids, first, pointers)
@@ -71,6 +71,16 @@ def test_into_any_strides(board: Board, dtype: Any, lie: str) -> None:
             assert not changed.any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_into_rows_of_which_one_step_is_not_aligned(board: Board, dtype: Any) -> None:
+    # CASE C45
+    for fmt in FORMATS:
+        place = Place(board, fmt, heads=3, dim=32, num_blocks=4)
+        place.fill_with_values()
+        for axis in (0, 1):
+            check(place, uneven(target((15, 3, 32), dtype), axis), [3, 0, 2, 1], 1)
+
+
 @pytest.mark.parametrize("shift", (0, 1, 2, 4, 8))
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_from_any_address_and_stride(board: Board, fmt: str, shift: int) -> None:
@@ -99,6 +109,16 @@ def test_any_bits_of_float_formats(board: Board, fmt: str) -> None:
     place = Place(board, fmt, dim=24)  # every byte random
     for dtype in DTYPES:
         check(place, target((20, 2, 24), dtype), [0, 1, 2, 3, 4], 0)
+
+
+def test_every_float16_to_float(board: Board) -> None:
+    """All 65,536 inputs: GPUs widen with an instruction of their own, NaN by the common rule."""
+    # SPEC F3
+    place = Place(board, "float16", heads=1, block_size=16, dim=256, num_blocks=16)
+    place.native.store(0, np.arange(2**16, dtype=np.uint16).reshape(256, 1, 256), 1,
+                       np.arange(256), 0)  # fmt: skip
+    place.copies[0].send()
+    check(place, target((256, 1, 256), np.float32), np.arange(16), 0)
 
 
 def test_only_the_tokens_asked_for(board: Board) -> None:
