@@ -209,9 +209,9 @@ def test_float_formats_hold_what_is_not_finite(board: Board, fmt: str) -> None:
 
 
 def test_every_float_to_float16(board: Board) -> None:
-    """GPUs round with an instruction of their own: all 2^32 inputs, in the full profile on a GPU."""
+    """GPUs round with an instruction of their own; all 2^32 inputs in the full profile on one."""
     # SPEC F1
-    emulated = "PAGEDCACHE_CUDA_EMULATION" in os.environ
+    emulated = bool(os.environ.get("PAGEDCACHE_CUDA_EMULATION"))
     dim, tokens, chunks = (256, 64, 2) if emulated else (1024, 16384, 16 if SHORT else 256)
     place = Place(board, "float16", heads=1, block_size=16, dim=dim, num_blocks=tokens // 16)
     size = dim * tokens
