@@ -267,7 +267,8 @@ _CUDA_CURES = {
     222: "install a newer NVIDIA driver, or build the library with an older CUDA toolkit",
     400: "a stream or an event was destroyed, or belongs to another device: keep streams alive "
     "while a cache uses them",
-    **dict.fromkeys((214, 220, 226, 700, 702, 709, 710, 721, 810, 911), _BROKEN),
+    709: "a stream was destroyed, or the device was reset: keep both alive while a cache uses them",
+    **dict.fromkeys((214, 220, 226, 700, 702, 710, 721, 810, 911), _BROKEN),
     **dict.fromkeys(range(714, 720), _BROKEN),
     **dict.fromkeys(range(900, 909), "make this call before or after the capture of the stream"),
 }

@@ -189,9 +189,8 @@ class DeviceArray:
         for part, extent, stride in zip(keys, self.shape, self.strides, strict=True):
             if isinstance(part, slice):
                 start, stop, step = _bounds(part, extent)
-                count = len(range(start, stop, step))
-                offset += start * stride if count else 0
-                shape.append(count)
+                offset += start * stride
+                shape.append(len(range(start, stop, step)))
                 strides.append(stride * step)
             else:
                 offset += _position(part, extent) * stride

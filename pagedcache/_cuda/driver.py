@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
-from pagedcache._cuda.failures import INVALID_HANDLE, STICKY, failure, pycuda_code
+from pagedcache._cuda.failures import GONE, STICKY, failure, pycuda_code
 from pagedcache._cuda.libcuda import Driver, open_driver
 from pagedcache._cuda.library import Library, load
 from pagedcache.arguments import as_count
@@ -245,7 +245,7 @@ class Device:
             return code
 
         code = 0 if self.broken is not None else self.quietly(ask)
-        if code == INVALID_HANDLE:
+        if code in GONE:
             raise self.failed("cuStreamGetCtx", code)
         return ordinals[0] if ordinals and not code else self.ordinal
 

@@ -205,9 +205,8 @@ def _from_dlpack(x: Any, ordinal: int, what: str) -> DeviceArray:
             f"{what}: DLPack needs cuda.core ({error}): pip install 'pagedcache[cuda]'"
         ) from None
     try:
-        with device.current():
-            # The producer has the legacy default stream wait for it; ours then waits for that.
-            view = StridedMemoryView.from_dlpack(x, _LEGACY)
+        # The producer has the legacy default stream wait for it; ours then waits for that.
+        view = StridedMemoryView.from_dlpack(x, _LEGACY)
         dtype = np.dtype(view.dtype)
     except PagedCacheError:
         raise

@@ -6,11 +6,12 @@ from pagedcache._cuda.libcuda import Driver
 from pagedcache.errors import CudaCallError, PagedCacheError, StorageMemoryError
 
 OUT_OF_MEMORY = 2
-#: Of a stream or event that was destroyed, or belongs to another context.
-INVALID_HANDLE = 400
+#: Of a stream or event that was destroyed, or belongs to another context. Drivers say "invalid
+#: handle" or, of a stream whose memory they have given back, "context is destroyed".
+GONE = frozenset({400, 709})
 
 #: After one of these no call on the device succeeds any more; CUDA wants a new process.
-STICKY = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 810, 911})
+STICKY = frozenset({214, 220, 226, 700, 702, 710, *range(714, 720), 721, 810, 911})
 
 #: What a call returns that a capture of a stream forbids or has to do with.
 CAPTURE = frozenset(range(900, 909))

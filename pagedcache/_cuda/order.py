@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedcache._cuda.driver import Device
-from pagedcache._cuda.failures import INVALID_HANDLE
+from pagedcache._cuda.failures import GONE
 from pagedcache._cuda.streams import CaptureError, Stream
 from pagedcache.errors import CudaCallError, DeviceError, PagedCacheError
 from pagedcache.guards import taking
@@ -281,7 +281,7 @@ class Order:
         try:
             self.device.call("pc_cuda_event_record", handle, clock.stream.handle)
         except CudaCallError as error:
-            if error.code != INVALID_HANDLE:
+            if error.code not in GONE:
                 raise
             self.device.synchronize()  # the only way to come after work that is still under way
             self._drop(clock)

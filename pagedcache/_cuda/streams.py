@@ -17,7 +17,7 @@ from weakref import WeakSet
 import numpy as np
 
 from pagedcache._cuda.driver import Device
-from pagedcache._cuda.failures import INVALID_HANDLE
+from pagedcache._cuda.failures import GONE
 from pagedcache.errors import CudaCallError, DeviceError, InvalidArgumentError, shown
 
 #: Streams tracked at a time; beyond, the one that was used least recently is waited for.
@@ -76,7 +76,7 @@ class Stream:
         except CudaCallError as error:
             if error.code == 906:  # asked of the default stream while another one is captured
                 return True
-            if error.code == INVALID_HANDLE:  # destroyed: the next call says so, or copes
+            if error.code in GONE:  # destroyed: the next call says so, or copes
                 return False
             raise
         return bool(capturing.value)
@@ -170,7 +170,7 @@ class Streams:
             try:
                 stream.synchronize()
             except CudaCallError as error:
-                if error.code != INVALID_HANDLE:
+                if error.code not in GONE:
                     raise
                 self.device.synchronize()  # the stream was destroyed: its work may still run
         if not all([tracker.forget(stream, number) for tracker, number in calls]):

@@ -366,7 +366,7 @@ def test_out_of_memory_in_a_call(emulated: Any, cuda: Any) -> None:  # SPEC F46
     assert cuda.broken is None
 
 
-@pytest.mark.parametrize("code", [1, 201, 400, 801, 999])
+@pytest.mark.parametrize("code", [1, 201, 400, 709, 801, 999])
 def test_codes_that_do_not_break_a_device(emulated: Any, cuda: Any, code: int) -> None:
     emulated.fail("cuStreamSynchronize", 1, code, 1)  # SPEC F46
     with pytest.raises(CudaCallError) as caught:

@@ -264,10 +264,12 @@ def test_a_capture_is_refused_before_anything_is_queued() -> None:  # SPEC F49
     setting.work(2, 1, 2, 3, writing=True)
 
 
+@pytest.mark.parametrize("code", [400, 709])
 @pytest.mark.parametrize("published", [False, True])
-def test_a_destroyed_stream_is_still_come_after(published: bool) -> None:  # SPEC F49
+def test_a_destroyed_stream_is_still_come_after(published: bool, code: int) -> None:  # SPEC F49
     """Its work goes on. An event from before covers it; else the whole device is waited for."""
     setting = Setting(3)
+    setting.device.gone = CudaCallError("pc_cuda_event_record", code, "cudaErrorGone", "gone")
     setting.work(0, 1, writing=True)
     setting.work(0, 2, writing=True)
     if published:
