@@ -34,11 +34,4 @@ template <class Visit> int pc_with_format(int code, const Visit &visit) {
     }
 }
 
-/* Decode one value of a source or destination dtype (a dense format), or encode one. */
-template <class Format> PC_DEVICE float pc_widen(const uint8_t *bits) {
-    float value;
-    Format::decode(bits, bits, &value);
-    return value;
-}
-
 #endif
