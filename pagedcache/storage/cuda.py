@@ -23,20 +23,12 @@ from pagedcache._cuda.scratch import Region
 from pagedcache._cuda.streams import Stream
 from pagedcache.arguments import as_layer
 from pagedcache.arrays import copied, overlap
-from pagedcache.errors import (
-    DeviceError,
-    FormatError,
-    NonFiniteError,
-    ShapeError,
-)
+from pagedcache.errors import DeviceError, FormatError, NonFiniteError, ShapeError
 from pagedcache.formats import KVFormat
 from pagedcache.spec import LAYOUTS, CacheSpec
 from pagedcache.storage import cuda_slabs
 from pagedcache.storage.base import RAISE
-from pagedcache.storage.checks import (
-    check_ids,
-    check_slots,
-)
+from pagedcache.storage.checks import check_ids, check_slots
 from pagedcache.storage.cpu import filled, host_out, refuse_nonfinite
 from pagedcache.storage.cuda_copies import CudaCopies
 from pagedcache.storage.cuda_pointers import PointerTable, batch_of_pointers, pointers_of
@@ -53,7 +45,6 @@ from pagedcache.storage.shadows import shadow
 from pagedcache.storage.slabs import KINDS, Array, Kind, covers
 
 _NONE_FOUND = 2**64 - 1
-_E_NONFINITE = 1  # include/pagedcache/status.h
 
 
 class CudaStorage(CudaCopies):
@@ -213,6 +204,8 @@ class CudaStorage(CudaCopies):
         if slots.ndim != 1 or (slots.size > 1 and slots.strides != (8,)):
             got = f"shape {slots.shape}, strides {slots.strides}"
             raise ShapeError("a flat, contiguous array", got, "slot_mapping")
+        if slots.size and slots.address % 8:  # a kernel's fault would break the device
+            raise FormatError("slots at a multiple of 8 bytes", hex(slots.address), "slot_mapping")
         if not all(isinstance(rows, DeviceArray) for rows in (k, v)):
             raise DeviceError(f"k and v on {self.device.name}", "host arrays", "k, v")
         if not len(slots) == len(k) == len(v):

@@ -295,3 +295,6 @@ def test_raw_slots_out_of_range_are_skipped_and_reported(cuda: Any, two: Any) ->
                 continue
             with pytest.raises(kind):
                 cache.store(0, *given, upload(wrong, "cuda:0"), stream=one)
+        misplaced = upload(np.full(2, good), "cuda:0").with_layout([1], [8], 4)
+        with pytest.raises(pc.FormatError, match="multiple of 8 bytes"):
+            cache.store(0, *device_rows(cache, 0, [7]), misplaced, stream=one)
