@@ -2,7 +2,10 @@
 PYTHON ?= python
 CI = CI_WORK=build/ci bash .ci/run
 
-.PHONY: build test test-short test-deep lint asan wheel ci selftest bench clean
+EMULATED = $(PYTHON) tests/cuda_emulation/run.py
+
+.PHONY: build test test-short test-deep lint asan cuda wheel ci selftest bench clean
+.PHONY: emulation test-cuda pycuda
 
 build:  ## compile in place, install editable, with the tools of the extra "dev"
 	$(PYTHON) -m pip install -e '.[dev]'
@@ -21,6 +24,18 @@ lint:  ## ruff, cython-lint, clang-format, strict headers, mypy --strict
 
 asan:  ## the short profile under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(CI) asan
+
+emulation:  ## the stub driver and the kernels for the CPU: build/cuda_emulation
+	$(PYTHON) tests/cuda_emulation/build.py
+
+pycuda:  ## a wheel of PyCUDA, without a driver: build/pycuda; pip install it, and cuda-core
+	$(PYTHON) tools/build_pycuda.py
+
+test-cuda:  ## the tests on CUDA, emulated; needs PyCUDA and cuda-core
+	$(EMULATED) --async -- tests/cuda
+
+cuda:  ## nvcc for every GPU, all emulated tests in every mode, faults on purpose
+	$(CI) cuda
 
 wheel:  ## sdist, wheel from the sdist, audits, the short profile against the installed wheel
 	$(CI) wheel
