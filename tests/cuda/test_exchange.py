@@ -239,7 +239,9 @@ def test_memory_of_another_device() -> None:  # CASE C49
     )
 
 
-def test_the_last_byte_is_looked_at_too(cuda: Any, memory: Any) -> None:  # SPEC 7
+def test_the_last_byte_is_looked_at_too(
+    cuda: Any, memory: Any, emulated: Any
+) -> None:  # SPEC 7
     inside = DeviceArray(memory.address, (1024,), None, np.float32, cuda)
     check_pointer(inside, cuda)
     check_pointer(inside[::-1], cuda)
