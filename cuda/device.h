@@ -52,7 +52,8 @@ constexpr int PC_WARP = 32;
 constexpr int PC_CTA = 256; /* threads of a CTA, where a kernel has no reason of its own */
 constexpr int PC_CTAS = 3;  /* of them at least on a multiprocessor: 85 registers a thread */
 
-/* Loads that a thread starts before it waits for the first of them, where a kernel only copies. */
+/* Units of a row that a thread takes at once, where a kernel only copies: it starts all loads
+ * before it waits for the first of them. */
 constexpr int PC_BATCH = 2;
 
 /* CTAs along x for n units of work in a grid-stride loop, and along y or z for a list of n. */

@@ -51,7 +51,7 @@ int pc_cuda_find_nonfinite(const void *rows, int64_t token_stride, int64_t head_
     const bool words = dtype == PC_FORMAT_float32;
     const int count = pc_values_at_once(source, num_tokens, num_heads, head_dim, words ? 4 : 8);
     /* Token by token, so that the number of a unit is the flat index of its first value. */
-    const pc_walk walk = pc_make_walk(0, num_tokens, num_heads, head_dim / count);
+    const pc_walk walk = pc_make_walk(0, num_tokens, num_heads, head_dim / count, 1);
     const auto kernel = words
                             ? count == 4 ? find_nonfinite<uint32_t, 4> : find_nonfinite<uint32_t, 1>
                         : count == 8 ? find_nonfinite<uint16_t, 8>

@@ -11,13 +11,13 @@
 #include "format_rows.h"
 #include "tile.h"
 
-/* Count the units of the call and start the kernel; a CTA takes per_cta of them in a round. */
+/* Count the strips of the call and start the kernel, with a thread for each. */
 template <class Call>
 int pc_launch_units(void (*kernel)(const Call), Call &call, int64_t num_tokens,
-                    int64_t units_per_row, int cta, int per_cta, void *stream) {
+                    int64_t units_per_row, int per_strip, int cta, void *stream) {
     const pc_geometry &g = call.geometry;
-    call.walk = pc_make_walk(g.layout == PC_HND, num_tokens, g.num_heads, units_per_row);
-    return pc_launch(kernel, pc_grid(call.walk.total, per_cta), cta, 0, stream, call);
+    call.walk = pc_make_walk(g.layout == PC_HND, num_tokens, g.num_heads, units_per_row, per_strip);
+    return pc_launch(kernel, pc_grid(call.walk.total, cta), cta, 0, stream, call);
 }
 
 template <class Kernels, class Call>
@@ -31,8 +31,8 @@ int pc_launch_bits(Call &call, int64_t num_tokens, void *stream) {
         kernel = Kernels::template bits<16>;
         nbytes = call.rows.value_stride = 16; /* a unit is the "value" of this kernel */
     }
-    return pc_launch_units(kernel, call, num_tokens, g.row_data_nbytes / nbytes, PC_CTA,
-                           PC_CTA * PC_BATCH, stream);
+    return pc_launch_units(kernel, call, num_tokens, g.row_data_nbytes / nbytes, PC_BATCH, PC_CTA,
+                           stream);
 }
 
 template <class Kernels, class Format, class Call>
@@ -48,8 +48,7 @@ int pc_launch_dense(Call &call, int64_t num_tokens, void *stream) {
             kernel = Kernels::template dense<Format, 8>;
         }
     }
-    return pc_launch_units(kernel, call, num_tokens, g.head_dim / count, PC_CTA, PC_CTA * PC_BATCH,
-                           stream);
+    return pc_launch_units(kernel, call, num_tokens, g.head_dim / count, PC_BATCH, PC_CTA, stream);
 }
 
 template <class Kernels, class Format, class Call>
@@ -62,7 +61,7 @@ int pc_launch_groups(Call &call, int64_t num_tokens, void *stream) {
     const auto kernel = count == 8   ? Kernels::template groups<Format, 8>
                         : count == 4 ? Kernels::template groups<Format, 4>
                                      : Kernels::template groups<Format, 1>;
-    return pc_launch_units(kernel, call, num_tokens, pc_row_groups(g.code, g.head_dim), cta, cta,
+    return pc_launch_units(kernel, call, num_tokens, pc_row_groups(g.code, g.head_dim), 1, cta,
                            stream);
 }
 

@@ -8,25 +8,23 @@ namespace {
 
 template <int NBYTES>
 __global__ void __launch_bounds__(PC_CTA, PC_CTAS) load_bits(const pc_load_call call) {
-    const int64_t step = pc_num_threads();
-    for (int64_t start = pc_thread(); start < call.walk.total; start += PC_BATCH * step) {
+    for (int64_t index = pc_thread(); index < call.walk.total; index += pc_num_threads()) {
+        const pc_spot spot = pc_spot_of(call.walk, index);
+        const uint8_t *const from = pc_listed_place(call, spot).data;
+        uint8_t *const to = pc_outside_row(call.rows, spot);
         pc_unit<NBYTES> units[PC_BATCH];
-        uint8_t *to[PC_BATCH];
         PC_UNROLL
         for (int i = 0; i < PC_BATCH; i++) {
-            to[i] = nullptr;
-            if (start + i * step < call.walk.total) {
-                const pc_spot spot = pc_spot_of(call.walk, start + i * step);
-                units[i] =
-                    pc_load_bytes<NBYTES>(pc_listed_place(call, spot).data + spot.unit * NBYTES);
-                to[i] = pc_outside_row(call.rows, spot) + spot.unit * call.rows.value_stride;
+            const int64_t unit = pc_unit_of(call.walk, spot, i);
+            if (unit < call.walk.units) {
+                units[i] = pc_load_bytes<NBYTES>(from + unit * NBYTES);
             }
         }
         PC_UNROLL
         for (int i = 0; i < PC_BATCH; i++) {
-            if (to[i] != nullptr) {
-                PC_ASSUME_GLOBAL(to[i]);
-                pc_store_bytes<NBYTES>(to[i], units[i]);
+            const int64_t unit = pc_unit_of(call.walk, spot, i);
+            if (unit < call.walk.units) {
+                pc_store_bytes<NBYTES>(to + unit * call.rows.value_stride, units[i]);
             }
         }
     }
@@ -37,27 +35,24 @@ __global__ void __launch_bounds__(PC_CTA, PC_CTAS) load_bits(const pc_load_call 
 template <class Format, int COUNT>
 __global__ void __launch_bounds__(PC_CTA, PC_CTAS) load_dense(const pc_load_call call) {
     constexpr int nbytes = COUNT * Format::quant_nbytes;
-    const int64_t step = pc_num_threads();
-    for (int64_t start = pc_thread(); start < call.walk.total; start += PC_BATCH * step) {
+    for (int64_t index = pc_thread(); index < call.walk.total; index += pc_num_threads()) {
+        const pc_spot spot = pc_spot_of(call.walk, index);
+        const uint8_t *const from = pc_listed_place(call, spot).data;
+        uint8_t *const to = pc_outside_row(call.rows, spot);
         pc_unit<nbytes> units[PC_BATCH];
-        uint8_t *to[PC_BATCH];
         PC_UNROLL
         for (int i = 0; i < PC_BATCH; i++) {
-            to[i] = nullptr;
-            if (start + i * step < call.walk.total) {
-                const pc_spot spot = pc_spot_of(call.walk, start + i * step);
-                units[i] =
-                    pc_load_bytes<nbytes>(pc_listed_place(call, spot).data + spot.unit * nbytes);
-                to[i] =
-                    pc_outside_row(call.rows, spot) + spot.unit * COUNT * call.rows.value_stride;
+            const int64_t unit = pc_unit_of(call.walk, spot, i);
+            if (unit < call.walk.units) {
+                units[i] = pc_load_bytes<nbytes>(from + unit * nbytes);
             }
         }
         PC_UNROLL
         for (int i = 0; i < PC_BATCH; i++) {
-            if (to[i] == nullptr) {
+            const int64_t unit = pc_unit_of(call.walk, spot, i);
+            if (unit >= call.walk.units) {
                 continue;
             }
-            PC_ASSUME_GLOBAL(to[i]);
             uint8_t bytes[nbytes];
             float values[COUNT];
             memcpy(bytes, units + i, nbytes);
@@ -65,7 +60,8 @@ __global__ void __launch_bounds__(PC_CTA, PC_CTAS) load_dense(const pc_load_call
             for (int value = 0; value < COUNT; value++) {
                 Format::decode(bytes + value * Format::quant_nbytes, bytes, values + value);
             }
-            pc_store_values<COUNT>(call.rows.dtype, to[i], values);
+            pc_store_values<COUNT>(call.rows.dtype, to + unit * COUNT * call.rows.value_stride,
+                                   values);
         }
     }
 }

@@ -21,11 +21,6 @@ PC_DEVICE pc_place pc_place_at(const pc_geometry &geometry, uint8_t *slab, int64
     return place;
 }
 
-/* A byte of the row, or NULL where there is none. */
-PC_DEVICE uint8_t *pc_in_place(const pc_place &place, int64_t byte) {
-    return place.data == nullptr ? nullptr : place.data + byte;
-}
-
 /* The first fault of a call: {code, where}, written by the thread that finds it first. */
 PC_DEVICE void pc_report(void *fault, int code, int64_t where) {
     unsigned long long *const words = (unsigned long long *)fault;

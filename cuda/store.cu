@@ -8,25 +8,27 @@ namespace {
 
 template <int NBYTES>
 __global__ void __launch_bounds__(PC_CTA, PC_CTAS) store_bits(const pc_store_call call) {
-    const int64_t step = pc_num_threads();
-    for (int64_t start = pc_thread(); start < call.walk.total; start += PC_BATCH * step) {
+    for (int64_t index = pc_thread(); index < call.walk.total; index += pc_num_threads()) {
+        const pc_spot spot = pc_spot_of(call.walk, index);
+        const uint8_t *const from = pc_outside_row(call.rows, spot);
+        const pc_place place = pc_stored_place(call, spot);
         pc_unit<NBYTES> units[PC_BATCH];
-        uint8_t *to[PC_BATCH];
         PC_UNROLL
         for (int i = 0; i < PC_BATCH; i++) {
-            to[i] = nullptr;
-            if (start + i * step < call.walk.total) {
-                const pc_spot spot = pc_spot_of(call.walk, start + i * step);
-                units[i] = pc_load_bytes<NBYTES>(pc_outside_row(call.rows, spot) +
-                                                 spot.unit * call.rows.value_stride);
-                to[i] = pc_in_place(pc_stored_place(call, spot), spot.unit * NBYTES);
+            const int64_t unit = pc_unit_of(call.walk, spot, i);
+            if (unit < call.walk.units) {
+                units[i] = pc_load_bytes<NBYTES>(from + unit * call.rows.value_stride);
             }
         }
+        if (place.data == nullptr) {
+            continue;
+        }
+        PC_ASSUME_GLOBAL(place.data);
         PC_UNROLL
         for (int i = 0; i < PC_BATCH; i++) {
-            if (to[i] != nullptr) {
-                PC_ASSUME_GLOBAL(to[i]);
-                pc_store_bytes<NBYTES>(to[i], units[i]);
+            const int64_t unit = pc_unit_of(call.walk, spot, i);
+            if (unit < call.walk.units) {
+                pc_store_bytes<NBYTES>(place.data + unit * NBYTES, units[i]);
             }
         }
     }
@@ -37,36 +39,37 @@ __global__ void __launch_bounds__(PC_CTA, PC_CTAS) store_bits(const pc_store_cal
 template <class Format, int COUNT>
 __global__ void __launch_bounds__(PC_CTA, PC_CTAS) store_dense(const pc_store_call call) {
     constexpr int nbytes = COUNT * Format::quant_nbytes;
-    const int64_t step = pc_num_threads();
-    for (int64_t start = pc_thread(); start < call.walk.total; start += PC_BATCH * step) {
+    for (int64_t index = pc_thread(); index < call.walk.total; index += pc_num_threads()) {
+        const pc_spot spot = pc_spot_of(call.walk, index);
+        const uint8_t *const from = pc_outside_row(call.rows, spot);
+        const pc_place place = pc_stored_place(call, spot);
         float values[PC_BATCH][COUNT];
-        uint8_t *to[PC_BATCH];
         PC_UNROLL
         for (int i = 0; i < PC_BATCH; i++) {
-            to[i] = nullptr;
-            if (start + i * step < call.walk.total) {
-                const pc_spot spot = pc_spot_of(call.walk, start + i * step);
-                pc_load_values<COUNT>(call.rows.dtype,
-                                      pc_outside_row(call.rows, spot) +
-                                          spot.unit * COUNT * call.rows.value_stride,
+            const int64_t unit = pc_unit_of(call.walk, spot, i);
+            if (unit < call.walk.units) {
+                pc_load_values<COUNT>(call.rows.dtype, from + unit * COUNT * call.rows.value_stride,
                                       values[i]);
-                to[i] = pc_in_place(pc_stored_place(call, spot), spot.unit * nbytes);
             }
         }
+        if (place.data == nullptr) {
+            continue;
+        }
+        PC_ASSUME_GLOBAL(place.data);
         PC_UNROLL
         for (int i = 0; i < PC_BATCH; i++) {
-            if (to[i] == nullptr) {
+            const int64_t unit = pc_unit_of(call.walk, spot, i);
+            if (unit >= call.walk.units) {
                 continue;
             }
-            PC_ASSUME_GLOBAL(to[i]);
             uint8_t bytes[nbytes];
             PC_UNROLL
             for (int value = 0; value < COUNT; value++) {
                 Format::encode(values[i] + value, bytes + value * Format::quant_nbytes, bytes);
             }
-            pc_unit<nbytes> unit;
-            memcpy(&unit, bytes, nbytes);
-            pc_store_bytes<nbytes>(to[i], unit);
+            pc_unit<nbytes> packed;
+            memcpy(&packed, bytes, nbytes);
+            pc_store_bytes<nbytes>(place.data + unit * nbytes, packed);
         }
     }
 }

@@ -77,7 +77,7 @@ MUTANTS = (
     Mutant(
         "bounds of the work not checked",
         "store.cu", "store.cu",
-        "if (start + i * step < call.walk.total) {", "if (start < call.walk.total) {",
+        "if (unit < call.walk.units) {", "if (unit <= call.walk.units) {",
         "same_bytes and float16", "address",
     ),
     Mutant(
