@@ -1,6 +1,7 @@
 """Every fault put into the kernels is found by their tests, in the build that is there for it.
 
-Runs where PAGEDCACHE_TEST_MUTANTS=1 (CI does), because it compiles and starts many processes.
+Most of it runs where PAGEDCACHE_TEST_MUTANTS=1 (CI does), because it compiles and starts many
+processes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from cuda_emulation import build, mutants
 
-pytestmark = pytest.mark.skipif(
+slow = pytest.mark.skipif(
     os.environ.get("PAGEDCACHE_TEST_MUTANTS") != "1", reason="runs with PAGEDCACHE_TEST_MUTANTS=1"
 )
 
@@ -27,6 +28,14 @@ def up_to_date(built: Path, sanitizer: str | None) -> None:
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_its_place_is_there(mutant: mutants.Mutant) -> None:
+    text = (build.KERNELS / mutant.file).read_text()
+    assert mutants.changed_text(mutant, text) != text
+    assert (build.KERNELS / mutant.source).suffix == ".cu"
+
+
+@slow
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_fault_is_found(mutant: mutants.Mutant, built: Path, tmp_path: Path) -> None:
     up_to_date(built, mutant.sanitizer)
     library = mutants.build_mutant(mutant, built, tmp_path)
@@ -37,6 +46,7 @@ def test_a_fault_is_found(mutant: mutants.Mutant, built: Path, tmp_path: Path) -
 RUNS = sorted({(each.sanitizer or "", each.order, each.tests) for each in mutants.MUTANTS})
 
 
+@slow
 @pytest.mark.parametrize(("sanitizer", "order", "tests"), RUNS)
 def test_without_a_fault_nothing_is_found(
     sanitizer: str, order: str, tests: str, built: Path

@@ -21,7 +21,7 @@ CAUGHT = (1, run.REPORTED, -6)
 
 @dataclass(frozen=True)
 class Mutant:
-    """``before`` occurs once in ``file`` (with ``nth``, that often), and becomes ``after``."""
+    """The nth ``before`` in ``file`` becomes ``after``."""
 
     name: str
     file: str
