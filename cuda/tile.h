@@ -60,22 +60,44 @@ template <int COUNT> PC_DEVICE int pc_tile_dtype(const pc_rows &rows) {
     return COUNT == 4 ? (int)PC_FORMAT_float32 : rows.dtype;
 }
 
+/* COUNT values as they lie outside: 16 bytes, or those of one value. */
+template <int COUNT> using pc_outside_unit = pc_unit<COUNT == 1 ? 4 : 16>;
+
+template <int COUNT>
+PC_DEVICE pc_outside_unit<COUNT> pc_load_outside(const pc_rows &rows, const uint8_t *at) {
+    if constexpr (COUNT > 1) {
+        return pc_load_unit<16>(at);
+    } else {
+        return rows.dtype == PC_FORMAT_float32 ? pc_load_bytes<4>(at) : pc_load_bytes<2>(at);
+    }
+}
+
 /* Fill the tile with the groups' values, COUNT of them in one access; places behind a group's last
- * value get zeros. */
+ * value get zeros. Loads are started together, up to 8: a thread that converts one before it starts
+ * the next waits for the memory each time. */
 template <int COUNT> PC_DEVICE void pc_tile_load_values(const pc_tile &tile, const pc_rows &rows) {
     constexpr int per_group = PC_GROUP / COUNT;
-    PC_UNROLL_BY(8)
-    for (int step = 0; step < per_group; step++) {
-        const int unit = step * PC_WARP + tile.lane;
-        const int value = unit % per_group * COUNT;
-        const pc_tile_group group = pc_tile_group_of(tile, unit / per_group);
-        uint8_t *const to = pc_tile_row(tile, unit / per_group) + value * sizeof(float);
-        float values[COUNT] = {0};
-        if (value < group.count) {
-            pc_load_values<COUNT>(pc_tile_dtype<COUNT>(rows),
-                                  group.outside + value * rows.value_stride, values);
+    constexpr int steps = per_group < 8 ? per_group : 8;
+    for (int first = 0; first < per_group; first += steps) {
+        pc_outside_unit<COUNT> units[steps] = {};
+        PC_UNROLL
+        for (int i = 0; i < steps; i++) {
+            const int unit = (first + i) * PC_WARP + tile.lane;
+            const int value = unit % per_group * COUNT;
+            const pc_tile_group group = pc_tile_group_of(tile, unit / per_group);
+            if (value < group.count) {
+                units[i] = pc_load_outside<COUNT>(rows, group.outside + value * rows.value_stride);
+            }
         }
-        pc_store_values<COUNT>(PC_FORMAT_float32, to, values);
+        PC_UNROLL
+        for (int i = 0; i < steps; i++) {
+            const int unit = (first + i) * PC_WARP + tile.lane;
+            const int value = unit % per_group * COUNT;
+            uint8_t *const to = pc_tile_row(tile, unit / per_group) + value * sizeof(float);
+            float values[COUNT];
+            pc_widen_values<COUNT>(pc_tile_dtype<COUNT>(rows), units + i, values);
+            pc_store_values<COUNT>(PC_FORMAT_float32, to, values);
+        }
     }
 }
 
@@ -109,17 +131,25 @@ template <class Format> struct pc_stored_group {
     static constexpr int at = PC_QUANTS_AT - (planar ? 0 : Format::scale_nbytes);
 };
 
+/* All loads are started before the first one is waited for. */
 template <class Format> PC_DEVICE void pc_tile_load_stored(const pc_tile &tile) {
     using group_of = pc_stored_group<Format>;
-    PC_UNROLL_BY(4)
-    for (int unit = tile.lane; unit < PC_WARP * group_of::units; unit += PC_WARP) {
-        const int g = unit / group_of::units;
+    pc_unit<group_of::unit> units[group_of::units] = {};
+    PC_UNROLL
+    for (int i = 0; i < group_of::units; i++) {
+        const int unit = i * PC_WARP + tile.lane;
         const int byte = unit % group_of::units * group_of::unit;
-        const pc_tile_group group = pc_tile_group_of(tile, g);
+        const pc_tile_group group = pc_tile_group_of(tile, unit / group_of::units);
         if (group.count > 0) {
-            pc_store_unit<group_of::unit>(pc_tile_row(tile, g) + group_of::at + byte,
-                                          pc_load_bytes<group_of::unit>(group.stored + byte));
+            units[i] = pc_load_bytes<group_of::unit>(group.stored + byte);
         }
+    }
+    PC_UNROLL
+    for (int i = 0; i < group_of::units; i++) {
+        const int unit = i * PC_WARP + tile.lane;
+        const int byte = unit % group_of::units * group_of::unit;
+        pc_store_unit<group_of::unit>(
+            pc_tile_row(tile, unit / group_of::units) + group_of::at + byte, units[i]);
     }
 }
 

@@ -45,14 +45,16 @@ template <int NBYTES> PC_DEVICE void pc_store_raw(uint8_t *at, const void *value
     }
 }
 
-/* COUNT neighbouring values of dtype, widened to float32. */
-template <int COUNT> PC_DEVICE void pc_load_values(int dtype, const uint8_t *at, float *values) {
+/* COUNT values of dtype, one after the other, widened to float32. */
+template <int COUNT> PC_DEVICE void pc_widen_values(int dtype, const void *from, float *values) {
     if (dtype == PC_FORMAT_float32) {
-        pc_load_raw<4 * COUNT>(at, values);
+        if constexpr (COUNT <= 4) {
+            memcpy(values, from, COUNT * sizeof(float));
+        }
         return;
     }
     uint16_t bits[COUNT];
-    pc_load_raw<2 * COUNT>(at, bits);
+    memcpy(bits, from, sizeof bits);
     if (dtype == PC_FORMAT_float16) {
         PC_UNROLL
         for (int i = 0; i < COUNT; i++) {
@@ -64,6 +66,17 @@ template <int COUNT> PC_DEVICE void pc_load_values(int dtype, const uint8_t *at,
             values[i] = pc_bfloat_to_float(bits[i]);
         }
     }
+}
+
+/* The same from memory. */
+template <int COUNT> PC_DEVICE void pc_load_values(int dtype, const uint8_t *at, float *values) {
+    if (dtype == PC_FORMAT_float32) {
+        pc_load_raw<4 * COUNT>(at, values);
+        return;
+    }
+    uint16_t bits[COUNT];
+    pc_load_raw<2 * COUNT>(at, bits);
+    pc_widen_values<COUNT>(dtype, bits, values);
 }
 
 /* The same way back, rounded to dtype. */
