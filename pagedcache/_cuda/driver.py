@@ -15,6 +15,8 @@ from weakref import WeakSet
 from pagedcache._cuda.failures import GONE, STICKY, failure, pycuda_code
 from pagedcache._cuda.libcuda import Driver, open_driver
 from pagedcache._cuda.library import Library, load
+from pagedcache._cuda.probes import FORKED, SPAWN, import_pycuda
+from pagedcache._cuda.probes import problem as problem
 from pagedcache.arguments import as_count
 from pagedcache.errors import (
     CudaCallError,
@@ -41,72 +43,6 @@ _UNSAFE_BESIDE_CAPTURES = (
     "pc_cuda_fill_blocks",
     "pc_cuda_build_pointers",
 )
-
-_SPAWN = 'CUDA works in no forked child; start workers with multiprocessing\'s method "spawn"'
-
-
-def problem(ordinal: int = 0) -> str | None:
-    """Why ``cuda:<ordinal>`` cannot be used: all that is missing and how to get it; None if usable.
-
-    Four things are needed: PyCUDA, the NVIDIA driver, the GPU itself and the compiled kernels.
-    """
-    parts = []
-    for probe in (_import_pycuda, open_driver, partial(_need_gpu, ordinal), load):
-        try:
-            probe()
-        except CudaUnavailableError as error:
-            if error.reason not in parts:
-                parts.append(error.reason)
-    return "; ".join(parts) if parts else _mismatch()
-
-
-def _mismatch() -> str | None:
-    """Why driver and kernels, which are there, do not work together; None if they do."""
-    code, _ = load().device_count()
-    if code != 35:
-        return None
-    return (
-        "the NVIDIA driver is too old for the compiled kernels: install a newer one, or build "
-        "pagedcache by a CUDA toolkit that it supports (PAGEDCACHE_CUDA=on pip install .)"
-    )
-
-
-def _import_pycuda() -> Any:
-    """PyCUDA's ``driver`` module."""
-    try:
-        import pycuda.driver
-    except Exception as error:  # whatever its parts do when they do not fit
-        missing = getattr(error, "name", None) in ("pycuda", "pycuda.driver")
-        if "libcuda" in str(error):  # PyCUDA is there, what it links to is not
-            open_driver()
-        what = "PyCUDA is not installed" if missing else f"PyCUDA cannot be loaded ({error})"
-        raise CudaUnavailableError(
-            f"{what}: pip install 'pagedcache[cuda]' (PyCUDA is compiled then: it needs the CUDA "
-            "toolkit)"
-        ) from None
-    return pycuda.driver
-
-
-def _need_gpu(ordinal: int) -> None:
-    driver = open_driver()
-    code, count = driver.device_count()
-    if code == 3 and _forked_from is not None:
-        raise CudaUnavailableError(f"this process was forked after CUDA was used: {_SPAWN}")
-    if code not in (0, 100):
-        raise CudaUnavailableError(
-            f"the NVIDIA driver does not start ({driver.error_name(code)}: "
-            f"{driver.error_text(code)}): see nvidia-smi"
-        )
-    if not count:
-        raise CudaUnavailableError(
-            "there is no GPU (the driver finds none): see nvidia-smi and CUDA_VISIBLE_DEVICES"
-        )
-    if ordinal >= count:
-        names = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-        raise CudaUnavailableError(
-            f"there is no cuda:{ordinal}: the driver finds {count} GPU{'s' * (count > 1)} "
-            f"({names}); see nvidia-smi and CUDA_VISIBLE_DEVICES"
-        )
 
 
 class _Pushed:
@@ -309,7 +245,7 @@ class Device:
     def _refuse_strangers(self) -> None:
         if self._stranger:
             error = ForkedProcessError(f"the CUDA device {self.name}")
-            error.add_note(_SPAWN)
+            error.add_note(SPAWN)
             raise error
         if self._finished:
             raise FreedHandleError(f"{self.name} (the interpreter is exiting)")
@@ -355,7 +291,7 @@ def keep_for_ever(thing: Any) -> None:
 _devices: dict[int, Device] = {}
 _devices_lock = threading.Lock()
 _hooked = False
-_forked_from: int | None = None
+_forked = False
 
 
 def get_device(ordinal: int = 0) -> Device:
@@ -376,12 +312,12 @@ def get_device(ordinal: int = 0) -> Device:
 
 def _make(ordinal: int) -> Device:
     global _hooked
-    if _forked_from is not None:
-        raise CudaUnavailableError(f"this process was forked after CUDA was used: {_SPAWN}")
+    if _forked:
+        raise CudaUnavailableError(FORKED)
     reason = problem(ordinal)
     if reason is not None:
         raise CudaUnavailableError(reason)
-    device = Device(ordinal, _import_pycuda(), open_driver(), load())
+    device = Device(ordinal, import_pycuda(), open_driver(), load())
     if not _hooked:
         _hooked = True
         atexit.register(_finish_devices)
@@ -400,9 +336,9 @@ def _finish_devices() -> None:
 
 
 def _abandon_devices() -> None:
-    global _devices_lock, _forked_from
+    global _devices_lock, _forked
     _devices_lock = threading.Lock()
-    _forked_from = os.getppid()
+    _forked = True
     for device in open_devices():
         device._abandon()
     _devices.clear()
