@@ -180,3 +180,19 @@ def test_other_dtypes_are_refused(convert: object, bad: object) -> None:
 def test_other_bits_are_refused(back: object, bad: object) -> None:
     with pytest.raises(FormatError):
         back(bad)  # type: ignore[operator]
+
+
+def test_a_half_is_carried_by_the_largest_float_below_it() -> None:
+    """How device code rounds halves away from zero: by one addition, then the integer part.
+
+    Here for every float near a half or a whole number up to 127.5, and 2^20 others.
+    """
+    # SPEC F44
+    near = np.arange(0, 127.75, 0.5).astype(np.float32).view(np.int32)[:, None]
+    others = np.random.default_rng(1).integers(0, 0x42FF0000, 1 << 20)
+    bits = np.concatenate([np.maximum(near + np.arange(-2000, 2000), 0).ravel(), others])
+    values = bits.astype(np.uint32).view(np.float32)
+    expected = np.floor(values.astype(np.float64) + 0.5)
+    carried = values + np.float32(0.49999997)
+    assert carried.dtype == np.float32
+    np.testing.assert_array_equal(np.trunc(carried), expected)

@@ -86,23 +86,34 @@ PC_INLINE float pc_bfloat_to_float(uint16_t bfloat) {
     return pc_bits_float((uint32_t)bfloat << 16);
 }
 
+#if defined(__CUDA_ARCH__)
+/* The integer part of a value from 0 to 2^22, by an addition: conversions are slow on GPUs. */
+static __device__ __forceinline__ int32_t pc_integer_part(float value) {
+    return (int32_t)(pc_float_bits(__fadd_rz(value, 8388608.0f)) - 0x4B000000u);
+}
+#endif
+
 /* Rounded to the nearest integer, halves away from zero, magnitudes cut at `limit` (a small
  * positive integer; Inf is cut too).
  *
  * Adding 2^23 rounds to the nearest integer, halves to even, and leaves that integer in the low
  * bits; a half that was rounded down is told by what is left over, which is exact. Comparing bits
- * as integers instead of floats lets gcc vectorise, and no conversion is needed, which are slow on
- * GPUs. */
+ * as integers instead of floats lets gcc vectorise. Device code adds the largest float below a half
+ * and cuts: that carries exactly the values from the half on. */
 PC_INLINE int32_t pc_round_away(float value, float limit) {
     const int32_t bits = (int32_t)pc_float_bits(value);
     const int32_t most = (int32_t)pc_float_bits(limit);
     const int32_t magnitude = bits & 0x7FFFFFFF;
     const int32_t sign = bits >> 31;
     const float cut = pc_bits_float((uint32_t)(magnitude < most ? magnitude : most));
+#if defined(__CUDA_ARCH__)
+    const int32_t rounded = pc_integer_part(cut + 0.49999997f);
+#else
     const float shifted = cut + 8388608.0f;
     const float left = cut - (shifted - 8388608.0f);
     const int32_t even = (int32_t)(pc_float_bits(shifted) - 0x4B000000u);
     const int32_t rounded = even + (pc_float_bits(left) == 0x3F000000u); /* 0.5 */
+#endif
     return (rounded ^ sign) - sign;
 }
 
@@ -111,7 +122,12 @@ PC_INLINE uint32_t pc_trunc_nibble(float value, float bias) {
     const int32_t bits = (int32_t)pc_float_bits(value + bias);
     const int32_t most = (int32_t)pc_float_bits(15.0f);
     const int32_t above = bits > 0 ? bits : 0; /* negative floats are negative integers */
-    return (uint32_t)(int32_t)pc_bits_float((uint32_t)(above < most ? above : most));
+    const float cut = pc_bits_float((uint32_t)(above < most ? above : most));
+#if defined(__CUDA_ARCH__)
+    return (uint32_t)pc_integer_part(cut);
+#else
+    return (uint32_t)(int32_t)cut;
+#endif
 }
 
 #endif
