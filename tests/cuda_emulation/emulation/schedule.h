@@ -202,6 +202,8 @@ inline int run_launch(const Launch &launch) {
     machine.grid = launch.grid;
     machine.cta = launch.cta;
     machine.failed = false;
+    machine.failure_code = 0; // a failure is forgotten once a later launch runs
+    machine.failure.clear();
 
     std::mt19937 random(unsigned(strtoul(launch.order.c_str(), nullptr, 10)));
     const dim3 &grid = launch.grid;
