@@ -39,6 +39,7 @@ class BatchPaths:
     _movers: Any
     _on_device: bool
     _queue: Any
+    _only_ours: Any
     _ready: Any
     _settle: Any
 
@@ -121,8 +122,10 @@ class BatchPaths:
         ``stream`` and errors as for ``Sequence.commit``, and ``InvalidArgumentError`` for a
         sequence given twice or of another cache and for counts that do not match.
         """
+        seqs = seqs if isinstance(seqs, (list, tuple)) else listed(seqs)
         states, amounts = states_of(seqs), _as_list(counts, "counts")
         if (self._on_device or stream is not None) and len(amounts) == len(states):
+            self._only_ours(seqs)
             numbers = [as_count(amount, "counts") for amount in amounts]
             ends = [state.seq_len + n for state, n in zip(states, numbers, strict=True)]
             self._settle(states, ends, stream)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pagedcache.arguments import as_layer
-from pagedcache.errors import PagedCacheError
+from pagedcache.errors import DeviceError, InvalidArgumentError, PagedCacheError, shown
+from pagedcache.guards import NO_STORAGE
 from pagedcache.sequence import Sequence, listed, states_of
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ class Ordering:
         stream waits, the host does not. ``stream`` as for every call; None is the default stream.
         Raises ``DeviceError`` where every layer is on the CPU and a stream is given.
         """
-        states = states_of(listed(seqs))
+        seqs = listed(seqs)
+        states = states_of(seqs)
+        self._only_ours(seqs)
         queue = self._queue(stream)
         if queue is not None and states:
             tables = [state.blocks() for state in states]
@@ -78,10 +81,22 @@ class Ordering:
 
     # ---- for the other parts of the façade -----------------------------------------------
 
+    def _only_ours(self, seqs: Iterable[Sequence]) -> None:
+        """Refuse sequences of another cache before their blocks are taken for ours."""
+        for seq in seqs:
+            if seq._cache is not self:
+                raise InvalidArgumentError(f"sequence {seq.seq_id} belongs to another cache")
+
     def _queue(self, stream: Any) -> Any:
         """What the work of a call goes to; None where every layer is on the CPU."""
         if stream is None and not self._on_device:
             return None
+        if self._storage is NO_STORAGE:
+            raise DeviceError(
+                "no stream with storage=None, where the engine orders its own work",
+                shown(stream),
+                "stream",
+            )
         return self._storage.queue(stream)
 
     def _hand_over(self, seq: Sequence, queue: Any) -> None:

@@ -53,23 +53,27 @@ def resolve_placement(device: Any, num_layers: int) -> Placement:
     ``InvalidArgumentError`` for a list of the wrong length.
     """
     if isinstance(device, str) or not isinstance(device, Sequence):
-        return Placement((_check_device(device),) * num_layers)
+        return Placement((device_name(device),) * num_layers)
     if len(device) != num_layers:
         raise InvalidArgumentError(
             f"device lists {len(device)} devices for {num_layers} layers; give one per layer, or "
             "one name for all"
         )
-    return Placement(tuple(_check_device(name) for name in device))
+    return Placement(tuple(device_name(name) for name in device))
 
 
-def _check_device(name: Any) -> str:
+def device_name(name: Any, what: str = "device") -> str:
+    """The full name of a device: ``"cpu"`` or ``"cuda:N"``; ``"cuda"`` is ``"cuda:0"``.
+
+    Raises ``DeviceError`` for any other value.
+    """
     if isinstance(name, str):
         if name == "cpu":
             return "cpu"
         found = _CUDA.fullmatch(name)
         if found:
             return f"cuda:{int(found[1] or 0)}"
-    raise DeviceError('"cpu" or "cuda:N"', shown(name), "device")
+    raise DeviceError('"cpu" or "cuda:N"', shown(name), what)
 
 
 def resolve_num_blocks(
@@ -108,12 +112,18 @@ def _budgets(placement: Placement, memory: Any) -> dict[str, int]:
                 "each"
             )
         memory = {devices[0]: memory}
+    memory = {_as_named(name): nbytes for name, nbytes in memory.items()}
     if set(memory) != set(devices):
         raise InvalidArgumentError(
             f"memory names the devices {sorted(map(str, memory))}, the layers live on "
             f"{sorted(devices)}; give one entry for each device in use"
         )
     return {device: parse_size(memory[device]) for device in devices}
+
+
+def _as_named(name: Any) -> Any:
+    found = _CUDA.fullmatch(name) if isinstance(name, str) else None
+    return f"cuda:{int(found[1] or 0)}" if found else name
 
 
 def device_block_nbytes(spec: CacheSpec, placement: Placement, device: str) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from pagedcache._cuda import transfer
 from pagedcache.errors import (
     CudaUnavailableError,
+    DeviceError,
     FormatError,
     InvalidArgumentError,
     InvalidPositionError,
@@ -54,7 +55,7 @@ class DeviceArray:
         shape: Iterable[int],
         strides: Iterable[int] | None,
         dtype: Any,
-        device: Device,
+        device: Device | str,
         owner: Any = None,
         stream: Any = None,
         readonly: bool = False,
@@ -62,7 +63,22 @@ class DeviceArray:
         self.address, self.shape, self.dtype = address, tuple(shape), np.dtype(dtype)
         dense = dense_strides(self.shape, self.dtype.itemsize)
         self.strides = dense if strides is None else tuple(strides)
-        self.gpu, self.owner, self.stream, self.readonly = device, owner, stream, readonly
+        self.gpu = named_device(device) if isinstance(device, str) else device
+        self.owner, self.stream, self.readonly = owner, stream, readonly
+
+    @classmethod
+    def of(cls, x: Any) -> DeviceArray:
+        """Another library's device array, over the same memory.
+
+        Raises ``DeviceError`` for what lies on the host. bfloat16 values that a library keeps as
+        16-bit integers become bfloat16 by ``DeviceArray.of(x).view(ml_dtypes.bfloat16)``.
+        """
+        from pagedcache._cuda.exchange import as_device_array
+
+        found = as_device_array(x, "array")
+        if found is None:
+            raise DeviceError("an array in device memory", type(x).__name__, "array")
+        return found
 
     # ---- facts ---------------------------------------------------------------------------
 
@@ -249,6 +265,7 @@ class DeviceArray:
             raise BufferError("the array is read-only, which DLPack says from version 1.0 on")
         if any(stride % self.itemsize for stride in self.strides):
             raise BufferError("DLPack counts strides in elements")
+        self.gpu.refuse_strangers()
         view = self._strided_view()
         if stream != -1:
             transfer.order_after(self.gpu, self.stream, stream)
@@ -271,6 +288,16 @@ class DeviceArray:
             dtype=_known_dtype(self.dtype),
             is_readonly=self.readonly,
         )
+
+
+def named_device(name: str) -> Device:
+    """The GPU of a name such as "cuda:0"; raises as ``get_device``, or ``DeviceError``."""
+    from pagedcache._cuda.driver import get_device
+
+    kind, _, ordinal = name.partition(":")
+    if kind != "cuda" or not (ordinal or "0").isdecimal():
+        raise DeviceError('"cuda:N"', shown(name), "device")
+    return get_device(int(ordinal or 0))
 
 
 def dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ class _Pushed:
 
     def __enter__(self) -> None:
         device = self._device
-        device._refuse_strangers()
+        device.refuse_strangers()
         self._before = device.driver.current()
         try:
             device._context.push()
@@ -128,7 +128,7 @@ class Device:
         code, ``DeviceError`` that names the first error when the device is broken, and
         ``ForkedProcessError`` in a forked child.
         """
-        self._refuse_strangers()
+        self.refuse_strangers()
         if self.broken is not None:
             self.refuse(name)
         code = self._run(self._functions[name], args)
@@ -242,7 +242,7 @@ class Device:
             f"{self.name} to work", f"a device that broke earlier ({self.broken})", call
         ) from self.broken
 
-    def _refuse_strangers(self) -> None:
+    def refuse_strangers(self) -> None:
         if self._stranger:
             error = ForkedProcessError(f"the CUDA device {self.name}")
             error.add_note(SPAWN)

@@ -50,11 +50,13 @@ class _Event(NamedTuple):
 class _Clock:
     """What is known of one stream."""
 
-    __slots__ = ("queued", "ring", "spare", "stream", "tags", "waited")
+    __slots__ = ("anywhere", "done", "queued", "ring", "spare", "stream", "tags", "waited")
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.queued = 0  # the number of the last call
+        self.done = 0  # calls up to this one are over: the host has waited for them
+        self.anywhere = 0  # the last call that wrote blocks which nobody knows
         self.tags: tuple[Tags, Tags] | None = None  # (written, used at all), by block
         self.ring: deque[_Event] = deque()  # oldest first
         self.spare: list[int] = []  # events that are recorded nowhere
@@ -62,7 +64,8 @@ class _Clock:
 
     def last(self, block_ids: BlockIds, writing: bool) -> int:
         """The last call that whoever reads (or writes) one of these blocks must come after."""
-        return int(self.tags[writing][block_ids].max()) if self.tags is not None else 0
+        number = int(self.tags[writing][block_ids].max()) if self.tags is not None else 0
+        return max(number, self.anywhere)
 
     def covering(self, number: int) -> _Event | None:
         """The event that covers a call and as little as possible beyond it."""
@@ -71,7 +74,7 @@ class _Clock:
     def is_late(self, block_ids: BlockIds) -> bool:
         """Whether no event covers the last use of these blocks."""
         number = self.last(block_ids, writing=True)
-        return number > 0 and self.covering(number) is None
+        return number > self.done and self.covering(number) is None
 
     def events(self) -> list[int]:
         return [event.handle for event in self.ring] + self.spare
@@ -111,7 +114,7 @@ class Order:
                     [
                         (other, other.last(block_ids, writing))
                         for other in self._clocks.values()
-                        if other.queued > clock.waited.get(other.stream, 0)
+                        if other.queued > max(clock.waited.get(other.stream, 0), other.done)
                     ],
                 )
 
@@ -151,7 +154,33 @@ class Order:
                 if self._record(clock) is None and clock is foreign:
                     raise DeviceError("a stream", f"{stream!r}, which was destroyed", "stream")
 
+    def acquire_all(self, stream: Stream) -> None:
+        """Have ``stream`` wait for all that other streams do: for work on unknown blocks."""
+        with self._lock:
+            clock = self._tagged(stream)
+            self._come_after(clock, [(other, other.queued) for other in self._clocks.values()])
+
+    def used_anywhere(self, stream: Stream) -> None:
+        """Note that work was queued on ``stream`` that writes blocks which nobody knows here."""
+        with self._lock:
+            clock = self._tagged(stream)
+            clock.queued += 1
+            clock.anywhere = clock.queued
+
     # ---- moments -------------------------------------------------------------------------
+
+    def queued(self) -> dict[Stream, int]:
+        """The number of the last call queued on each stream."""
+        with self._lock:
+            return {stream: clock.queued for stream, clock in self._clocks.items()}
+
+    def passed(self, calls: dict[Stream, int]) -> None:
+        """The host has waited for these calls: nobody needs to come after them any more."""
+        with self._lock:
+            for stream, number in calls.items():
+                clock = self._clocks.get(stream)
+                if clock is not None and number <= clock.queued:
+                    clock.done = max(clock.done, number)
 
     def mark(self, stream: Stream) -> Mark:
         """The moment after all that is queued on ``stream`` now. Makes no driver call."""
@@ -177,6 +206,8 @@ class Order:
         if stream is other:
             return
         with self._lock:
+            if other.forgotten and other not in self._clocks:
+                return  # it was waited for, and its handle may be gone
             clock, ahead = self._clock(stream), self._clock(other)
             self._refuse_captures([stream, other])
             event = self._record(ahead)
@@ -251,7 +282,7 @@ class Order:
     def _come_after(self, clock: _Clock, needed: list[tuple[_Clock, int]]) -> None:
         last: dict[Stream, tuple[_Clock, int]] = {}
         for other, number in needed:
-            done = clock.waited.get(other.stream, 0)
+            done = max(clock.waited.get(other.stream, 0), other.done)
             if other is not clock and number > max(done, last.get(other.stream, (other, 0))[1]):
                 last[other.stream] = other, number
         if not last:

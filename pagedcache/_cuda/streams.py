@@ -48,13 +48,17 @@ class Stream:
     """A stream that work is queued on.
 
     ``handle``: CUDA's address of it, 0 for the legacy default stream. ``owner``: the caller's
-    object, or None. ``index``: streams are counted as they come.
+    object, or None. ``index``: streams are counted as they come. ``forgotten``: its work was
+    waited for, and its handle may be gone.
     """
 
-    __slots__ = ("__weakref__", "_lock", "_trackers", "device", "handle", "index", "owner")
+    __slots__ = (
+        "__weakref__", "_lock", "_trackers", "device", "forgotten", "handle", "index", "owner",
+    )  # fmt: skip
 
     def __init__(self, device: Device, handle: int, owner: Any, index: int) -> None:
         self.device, self.handle, self.owner, self.index = device, handle, owner, index
+        self.forgotten = False
         self._trackers: WeakSet[Tracker] = WeakSet()
         self._lock = threading.Lock()
 
@@ -153,6 +157,28 @@ class Streams:
                 f"a stream of {self.device.name}", f"one of cuda:{ordinal} ({shown(x)})", "stream"
             )
 
+    def refuse_captures(self, what: str) -> None:
+        """Raise ``DeviceError`` while a stream is captured that is known to be alive."""
+        with self._lock:
+            known = [stream for stream in self._by_handle.values() if stream.owner is not None]
+        for stream in (self.default, *known):
+            stream.refuse_capture(what)
+
+    def forget_finished(self, calls: dict[Stream, int]) -> None:
+        """Drop the streams on which nothing was queued after these calls, which are over.
+
+        Their owners' objects are let go of; no handle is touched.
+        """
+        with self._lock:
+            known = list(self._by_handle.values())
+        for stream in known:
+            trackers = stream.trackers()
+            if all([tracker.forget(stream, calls.get(stream, 0)) for tracker in trackers]):
+                with self._lock:
+                    if self._by_handle.get(stream.handle) is stream:
+                        del self._by_handle[stream.handle]
+                stream.forgotten, stream.owner = True, None
+
     def _make_room(self) -> None:
         while len(self) >= self.limit:
             with self._lock:
@@ -178,6 +204,7 @@ class Streams:
         with self._lock:
             if self._by_handle.get(stream.handle) is stream:
                 del self._by_handle[stream.handle]
+        stream.forgotten, stream.owner = True, None
         return True
 
 
@@ -206,7 +233,7 @@ def read_stream(x: Any) -> tuple[int, int | None]:
         raise InvalidArgumentError(
             f"stream: {type(x).__name__} does not tell its handle ({error})"
         ) from error
-    if handle is None:
+    if handle is None or hasattr(x, "__cuda_array_interface__") or hasattr(x, "shape"):
         raise InvalidArgumentError(
             f"stream: expected {_KINDS}, got {shown(x)} ({type(x).__name__})"
         )

@@ -57,6 +57,8 @@ def order_after(device: Device, first: Any, reader: int | None) -> None:
 
 def wait_once(device: Device, first: int, then: int) -> None:
     """Have the stream ``then`` wait, on the device, for all that is queued on ``first``."""
+    for handle in (first, then):
+        Stream(device, handle, None, 0).refuse_capture("giving an array to another stream")
     event = device.create_event()
     try:
         device.call("pc_cuda_event_record", event, first)

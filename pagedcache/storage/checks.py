@@ -41,6 +41,17 @@ def check_lengths(first: int, second: int, what: str) -> None:
         raise ShapeError(f"{what} of one length", [first, second], "copies")
 
 
+def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether two elements of an array may share a byte (a stride of 0, say)."""
+    room = itemsize
+    for stride, extent in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True)):
+        if extent > 1:
+            if stride < room:
+                return True
+            room = stride * (extent - 1) + room
+    return False
+
+
 def independent(src: Array, dst: Array) -> bool:
     """Whether no dst is another pair's src or dst, so that the pairs may run in any order."""
     if len(src) == 1:

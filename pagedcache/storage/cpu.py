@@ -27,6 +27,7 @@ from pagedcache.formats import KVFormat
 from pagedcache.spec import LAYOUTS, CacheSpec
 from pagedcache.storage import slabs as slab_memory
 from pagedcache.storage.base import Storage
+from pagedcache.storage.checks import overlaps_itself
 from pagedcache.storage.slabs import KINDS, Array, Kind
 
 
@@ -238,6 +239,8 @@ def host_out(out: Any, what: str, shape: tuple[int, ...], fmt: KVFormat) -> Arra
         raise FormatError(fmt.dtype, out.dtype, what)
     if out.shape != shape:
         raise ShapeError(list(shape), list(out.shape), what)
+    if overlaps_itself(out.shape, out.strides, out.itemsize):
+        raise ShapeError("elements of their own", f"strides {out.strides}", what)
     if not out.flags.writeable or not out.flags.aligned:
         raise FormatError("a writable, aligned array", "a read-only or misaligned one", what)
     return out

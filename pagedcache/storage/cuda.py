@@ -190,9 +190,9 @@ class CudaStorage(CudaCopies):
         """:meth:`store` by slots that lie on the device (int64 ``[num_tokens]``, contiguous).
 
         Nobody can check them here: the kernel skips those outside the pool and the next
-        :meth:`synchronize` reports one of them. Which blocks they name is not known either:
-        they are ordered by what was prepared and is committed on the same stream. Only kernels
-        are queued, so that the call may be captured into a graph.
+        :meth:`synchronize` reports one of them. Which blocks they name is not known either: the
+        stream waits for all that others queued, and others for this. Captured into a graph, only
+        kernels are queued, and their order is the caller's.
         """
         self._open()
         layer = as_layer(layer, self.spec.num_layers)
@@ -212,11 +212,20 @@ class CudaStorage(CudaCopies):
             raise ShapeError(f"{len(k)} slots, one per token", len(slots), "slot_mapping")
         self._follow(queue, slots)
         self.crossings += 1
-        if len(slots):
+        if not len(slots):
+            return
+        # In a graph the kernels run when nobody here knows of it: commit(stream=) tells.
+        ordered = not queue.is_captured()
+        if ordered:
+            self.order.acquire_all(queue)
+        try:
             for kind, rows in zip(KINDS, (k, v), strict=True):
                 self._launch_store(
                     kind, layer, layout_of(rows), slots.address, len(slots), policy, queue
                 )
+        finally:
+            if ordered:
+                self.order.used_anywhere(queue)
 
     def _launch_store(
         self,

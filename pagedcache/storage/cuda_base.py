@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from pagedcache.spec import LAYOUTS, CacheSpec
 from pagedcache.storage import cuda_slabs
 from pagedcache.storage.base import Storage
 from pagedcache.storage.checks import check_ids
+from pagedcache.storage.queues import by_device
 from pagedcache.storage.shadows import shadow
 from pagedcache.storage.slabs import KINDS, Array, Kind
 
@@ -39,6 +40,8 @@ class CudaBase(Storage):
         super().__init__(spec, num_blocks)
         self.adopted = slabs is not None
         device = self.device = get_device(ordinal)
+        self.streams = Streams(device)
+        self.streams.default.refuse_capture("making a cache")
         self._geometry = {kind: self._native(kind) for kind in KINDS}
         self._slabs: cuda_slabs.Slabs | None = (
             cuda_slabs.adopt(device, spec, self.num_blocks, slabs)
@@ -46,7 +49,6 @@ class CudaBase(Storage):
             else cuda_slabs.allocate(device, spec, self.num_blocks)
         )
         try:
-            self.streams = Streams(device)
             self.order = Order(device, self.num_blocks)
             self._scratch = Scratch(device, self.order)
             self._staging = Staging(device, self._scratch)
@@ -81,8 +83,11 @@ class CudaBase(Storage):
         self._slabs = None
 
     def queue(self, stream: Any) -> Stream:
-        """The stream of the caller's object: None, an int handle, or one of PyCUDA, torch, CuPy
-        or cuda.core. Raises :class:`DeviceError` or :class:`InvalidArgumentError`."""
+        """The stream of the caller's object: None, an int handle, one of PyCUDA, torch, CuPy
+        or cuda.core, or a mapping with one for this device. Raises :class:`DeviceError` or
+        :class:`InvalidArgumentError`."""
+        if isinstance(stream, Mapping):
+            stream = by_device(stream, [self.device.name]).get(self.device.name)
         return self.streams.resolve(stream)
 
     def __repr__(self) -> str:
@@ -130,9 +135,17 @@ class CudaBase(Storage):
         self.order.publish(block_ids, queue, writing)
 
     def synchronize(self) -> None:
-        """Wait for the device; raise :class:`SlotError` for a raw slot that was skipped."""
+        """Wait for the device; raise :class:`SlotError` for a raw slot that was skipped.
+
+        Nobody waits for what was queued before any more, and streams that only did that work are
+        let go of.
+        """
         self._open()
+        self.streams.refuse_captures("synchronize()")
+        calls = self.order.queued()
         self.device.synchronize()
+        self.order.passed(calls)
+        self.streams.forget_finished(calls)
         fault = np.empty(2, np.int64)
         queue = self.queue(None)
         self._staging.read(self._fault, fault, queue)

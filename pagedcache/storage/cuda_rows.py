@@ -15,6 +15,7 @@ from pagedcache._cuda.exchange import as_device_array, check_pointer
 from pagedcache.arrays import as_rows, row_format
 from pagedcache.errors import DeviceError, FormatError, ShapeError
 from pagedcache.formats import KVFormat
+from pagedcache.storage.checks import overlaps_itself
 from pagedcache.storage.slabs import Array
 
 Rows = Array | DeviceArray
@@ -103,6 +104,8 @@ def device_out(
         raise FormatError(fmt.dtype, out.dtype, what)
     if out.shape != shape:
         raise ShapeError(list(shape), list(out.shape), what)
+    if overlaps_itself(out.shape, out.strides, out.itemsize):
+        raise ShapeError("elements of their own", f"strides {out.strides}", what)
     if out.readonly:
         raise FormatError("a writable array", "a read-only one", what)
     check_pointer(out, device)

@@ -12,6 +12,7 @@ from pagedcache.errors import DeviceError, PagedCacheError, shown
 from pagedcache.spec import CacheSpec
 from pagedcache.storage.base import Storage
 from pagedcache.storage.cpu import CpuStorage
+from pagedcache.storage.queues import by_device
 from pagedcache.storage.slabs import Array, Kind
 
 Queues = dict[str, Any]
@@ -81,10 +82,8 @@ class PlacedStorage:
         all GPU layers live on one GPU, its stream."""
         gpus = [name for name in self._parts if name != "cpu"]
         if isinstance(stream, Mapping):
-            unknown = [name for name in stream if name not in gpus]
-            if unknown:
-                raise DeviceError(" or ".join(gpus), shown(unknown[0]), "stream")
-            return {name: self._parts[name].queue(stream.get(name)) for name in gpus}
+            named = by_device(stream, gpus)
+            return {name: self._parts[name].queue(named.get(name)) for name in gpus}
         if stream is not None and len(gpus) > 1:
             expected = f"a mapping from {', '.join(gpus)} to their streams"
             raise DeviceError(expected, shown(stream), "stream")
