@@ -21,6 +21,9 @@ from pagedcache.errors import FormatError, PagedCacheError
 
 RING_NBYTES = 8 << 20
 
+#: Copies under way at a time, each with an event of its own.
+MOST_PIECES = 256
+
 _ALIGNMENT = 64
 
 
@@ -55,7 +58,7 @@ class _Ring:
         with self._turn:
             if self._memory is None:
                 self._memory = PinnedMemory(self.device, self.nbytes, "pinned staging memory")
-            while (offset := self._room(size)) is None:
+            while (offset := self._room(size)) is None or len(self._pieces) >= MOST_PIECES:
                 oldest = self._pieces[0]
                 if oldest.held:
                     if not wait:
