@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from collections.abc import Generator, Iterator
@@ -105,8 +106,10 @@ def _nothing_is_left(_stub: Stub | None, request: pytest.FixtureRequest) -> Iter
         yield
         return
     _repair(_stub)
-    before = _stub.live()
+    before, context = _stub.live(), _stub.current_context()
     yield
+    left_current = _stub.current_context()
+    _stub.library.cuCtxSetCurrent(ctypes.c_void_p(context))  # the next test begins as this one did
     overruns = _stub.get("overruns")
     bad_frees = _stub.get("bad_frees")
     request.node.funcargs.clear()  # else the values of fixtures would still live
@@ -114,6 +117,7 @@ def _nothing_is_left(_stub: Stub | None, request: pytest.FixtureRequest) -> Iter
     if request.node.stash.get(_failed, False):
         return  # the traceback holds on to things
     left = {name: n - before[name] for name, n in _stub.live().items() if n > before[name]}
+    assert left_current == context, "another context is current than before the test"
     assert not left, f"left behind: {left}; live allocations: {_stub.describe()}"
     assert not overruns + _stub.get("overruns"), "bytes beside an allocation were written"
     assert not bad_frees + _stub.get("bad_frees"), "an address was freed that is none"

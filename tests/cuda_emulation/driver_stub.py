@@ -51,6 +51,12 @@ class Stub:
         """Break a device as a failed kernel does: every call gives ``code``; 0 repairs it."""
         self._break(device, code)
 
+    def current_context(self) -> int:
+        """Address of the context that is current on this thread, 0 for none."""
+        context = ctypes.c_void_p()
+        self.library.cuCtxGetCurrent(ctypes.byref(context))
+        return context.value or 0
+
     def live(self) -> dict[str, int]:
         """How much exists of what must be given back."""
         return {name: self.get(name) for name in LIVE}
