@@ -35,7 +35,7 @@ class SequenceReading(NoCopy):
 
     def __init__(self, cache: PagedKVCache, state: SeqState, request_id: Any = None) -> None:
         self._cache, self._state = cache, state
-        self._safe_on: Any = None  # queue on which all blocks may be used, with a count
+        self._safe_on: Any = None  # queue on which all blocks may be used, with its turn
         self._pointers: dict[Any, Any] = {}  # see pointers.py
         self.seq_id = int(state.serial)
         self.request_id = request_id
@@ -249,7 +249,7 @@ class SequenceReading(NoCopy):
         """Order ``queue`` behind other streams' work on all blocks; from the ``num_shared``-th
         on they are going to be written."""
         storage = self._cache._storage
-        safe_on = (queue, storage.crossings)
+        safe_on = (queue, storage.turn(queue))
         if num_shared is None and self._safe_on == safe_on:
             return
         table = self._state.blocks()
@@ -257,11 +257,6 @@ class SequenceReading(NoCopy):
         if num_shared is not None:
             storage.acquire(table[num_shared:], queue, True)
         self._safe_on = safe_on
-
-    def _used_on(self, queue: Any) -> None:
-        """The sequence writes on ``queue``: other queues must ask again."""
-        if self._safe_on is not None and self._safe_on[0] != queue:
-            self._safe_on = None
 
     def _pin(self, layer: Any, start: Any, stop: Any) -> tuple[Any, int, int, int, Any]:
         """Pin the blocks of a checked range; ``(storage, layer, start, stop, pin)``."""

@@ -146,7 +146,6 @@ class Sequence(SequenceReading, SequencePointers):
             start, pin = cache._movers.run(
                 queue, ledger.begin_append, state, layer, num_tokens, start
             )
-            self._used_on(queue)
         try:
             storage.store(layer, k, v, pin.slots, on_nonfinite, queue)
         except BaseException:
@@ -185,7 +184,6 @@ class Sequence(SequenceReading, SequencePointers):
         cache, state, count = self._cache, self._state, as_count(num_tokens, "num_tokens")
         if cache._on_device or stream is not None:
             cache._settle([state], [state.seq_len + count], stream)
-            self._safe_on = None if stream is not None else self._safe_on
         cache._ledger.commit(state, count)
 
     def truncate(self, length: int, *, stream: Any = None) -> None:

@@ -92,6 +92,8 @@ class Order:
     def __init__(self, device: Device, num_blocks: int) -> None:
         self.device, self.num_blocks = device, num_blocks
         self._clocks: dict[Stream, _Clock] = {}
+        self._writer: Stream | None = None  # see turn()
+        self._turns = 0
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
@@ -166,6 +168,17 @@ class Order:
             clock = self._tagged(stream)
             clock.queued += 1
             clock.anywhere = clock.queued
+            self._turn(stream)
+
+    def turn(self, stream: Stream) -> int:
+        """A number that stays the same as long as no stream but this one writes blocks.
+
+        Ask for it before ``acquire``: who acquired blocks then need not do so again while it
+        stays.
+        """
+        with self._lock:
+            self._turn(stream)
+            return self._turns
 
     # ---- moments -------------------------------------------------------------------------
 
@@ -246,6 +259,8 @@ class Order:
 
     def _drop(self, clock: _Clock) -> None:
         del self._clocks[clock.stream]
+        if self._writer is clock.stream:
+            self._writer = None
         for other in self._clocks.values():
             other.waited.pop(clock.stream, None)
 
@@ -278,6 +293,12 @@ class Order:
         used[block_ids] = clock.queued
         if writing:
             written[block_ids] = clock.queued
+            self._turn(clock.stream)
+
+    def _turn(self, stream: Stream) -> None:
+        if stream is not self._writer:
+            self._writer = stream
+            self._turns += 1
 
     def _come_after(self, clock: _Clock, needed: list[tuple[_Clock, int]]) -> None:
         last: dict[Stream, tuple[_Clock, int]] = {}

@@ -40,8 +40,6 @@ class Storage(ABC):
 
     #: Whether work is queued on streams, so that it has to be ordered between them.
     ordered = False
-    #: How often work went to another queue than it was prepared for: see ``Sequence._acquire``.
-    crossings = 0
 
     def __init__(self, spec: CacheSpec, num_blocks: int) -> None:
         self.spec = spec
@@ -285,6 +283,11 @@ class Storage(ABC):
         """Order ``queue`` after the work of other streams on these blocks: their writes, and
         where it will write, their reads too."""
         return
+
+    def turn(self, queue: Any) -> Any:
+        """A value that stays the same as long as no other queue than this writes blocks; to be
+        asked for before :meth:`acquire`."""
+        return None
 
     def publish(self, block_ids: Array, queue: Any = None, writing: bool = False) -> None:
         """Make the work on these blocks waitable: with ``queue``, also work of the caller's own

@@ -211,7 +211,6 @@ class CudaStorage(CudaCopies):
         if not len(slots) == len(k) == len(v):
             raise ShapeError(f"{len(k)} slots, one per token", len(slots), "slot_mapping")
         self._follow(queue, slots)
-        self.crossings += 1
         if not len(slots):
             return
         # In a graph the kernels run when nobody here knows of it: commit(stream=) tells.
@@ -266,7 +265,6 @@ class CudaStorage(CudaCopies):
                 with self._kept_lock:
                     self._kept[mapping] = kept
         elif kept.queue is not queue:
-            self.crossings += 1
             self.order.follow(queue, kept.queue)  # the upload was queued there
         return kept
 

@@ -129,6 +129,10 @@ class CudaBase(Storage):
         self._open()
         self.order.acquire(queue or self.queue(None), block_ids, writing)
 
+    def turn(self, queue: Any) -> int:
+        """See :class:`Storage`."""
+        return self.order.turn(queue or self.queue(None))
+
     def publish(self, block_ids: Array, queue: Any = None, writing: bool = False) -> None:
         """See :class:`Storage`."""
         self._open()

@@ -123,11 +123,6 @@ class PlacedStorage:
         part, local, own = self._place(layer, queue)
         part.store(local, k, v, slots, on_nonfinite, own, mapping)
 
-    @property
-    def crossings(self) -> int:
-        """See :class:`Storage`."""
-        return sum(part.crossings for part in self._parts.values())
-
     def device_slots(self, x: Any, what: str) -> Any:
         """See :class:`Storage`."""
         return next(iter(self._parts.values())).device_slots(x, what)
@@ -217,6 +212,10 @@ class PlacedStorage:
         """See :class:`Storage`."""
         for name, part in self._parts.items():
             part.acquire(block_ids, (queue or {}).get(name), writing)
+
+    def turn(self, queue: Queues | None) -> Any:
+        """See :class:`Storage`."""
+        return [part.turn((queue or {}).get(name)) for name, part in self._parts.items()]
 
     def publish(
         self, block_ids: Array, queue: Queues | None = None, writing: bool = False

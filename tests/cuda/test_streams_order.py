@@ -21,6 +21,7 @@ from gpukit import (
 )
 
 import pagedcache as pc
+from pagedcache.checks.devices import upload
 
 FORMATS = ["float32", "bfloat16", "q8", ("q4", "float16")]
 B = 4
@@ -114,6 +115,24 @@ def test_a_mapping_made_on_one_stream_serves_others(fmt: Any, three: Any) -> Non
         got = read_on(seq, 1, 6, three_)
         np.testing.assert_array_equal(got[0], expected(cache.spec, 1, range(1, 7))[0])
         assert_reads(cache, seq, range(1, 7), one)
+
+
+def test_stores_by_device_slots_are_ordered_although_nobody_knows_the_blocks(
+    cuda: Any, three: Any
+) -> None:
+    # SPEC F49, F33: read after write and write after read, on three streams
+    one, two, reader = three
+    with on_gpu(8, B=B, dim=4) as cache, cache.open(stream=one) as seq:
+        slots = upload(cache.prepare([seq], [4], stream=one).slots, "cuda:0")
+        cache.store(0, *device_rows(cache, 0, range(1, 5)), slots, stream=two)
+        early = seq.gather(0, 0, 4, stream=reader)
+        cache.store(0, *device_rows(cache, 0, range(11, 15)), slots, stream=one)
+        finish(one, cuda)
+        late = seq.gather(0, 0, 4, stream=two)
+        for pair, first in ((early, 1), (late, 11)):
+            want = expected(cache.spec, 0, range(first, first + 4))
+            for got, values in zip(pair, want, strict=True):
+                np.testing.assert_array_equal(host(got), values)
 
 
 def test_a_commit_with_a_stream_vouches_for_a_foreign_writer(cuda: Any, three: Any) -> None:
