@@ -51,6 +51,11 @@ def append(cache: pc.PagedKVCache, seq: pc.Sequence, marks: Any, stream: Any = N
         seq.append(layer, *device_rows(cache, layer, marks), stream=stream)
 
 
+def forget_rows() -> None:
+    """Free the rows given so far; the device must be done with them."""
+    _kept.clear()
+
+
 def read_on(seq: pc.Sequence, layer: int, stop: int, stream: Any) -> tuple[Any, Any]:
     """float32 K and V of the first ``stop`` tokens, read on a stream, then fetched."""
     k, v = seq.gather(layer, 0, stop, dtype=np.float32, stream=stream)
