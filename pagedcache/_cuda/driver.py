@@ -140,21 +140,24 @@ class Device:
         self.quietly(self._functions[name], *args)
 
     def quietly(self, function: Callable[..., int], *args: Any) -> int:
-        """Call what returns a CUDA code, with the context current; the code is the caller's."""
-        return self._run(function, args) if self.is_usable else 0
+        """Call what returns a CUDA code; the code is the caller's.
+
+        The context is current then if the driver lets it: what gives back is called in any case.
+        """
+        return self._run(function, args, anyway=True) if self.is_usable else 0
 
     @property
     def is_usable(self) -> bool:
         """False in a forked child and while the interpreter exits: no call of the driver then."""
         return not (self._stranger or self._finished)
 
-    def _run(self, function: Any, args: tuple[Any, ...]) -> int:
+    def _run(self, function: Any, args: tuple[Any, ...], anyway: bool = False) -> int:
         driver = self.driver
         before = driver.current()
         if before == self._handle:
             return int(function(*args))
         code = int(driver.set_current(self._handle))
-        if code:
+        if code and not anyway:
             driver.put_back(before)
             return code
         try:

@@ -30,6 +30,8 @@ class Stub:
         self._describe = library.pc_stub_describe
         self._describe.argtypes, self._describe.restype = [ctypes.c_char_p, ctypes.c_size_t], None
         self.library = library
+        #: Names of calls that fail() was told of since reset().
+        self.told_to_fail: set[str] = set()
 
     def get(self, name: str) -> int:
         """A knob, a counter, or ``"calls:cuMemAlloc"``, the calls of that name since reset()."""
@@ -45,6 +47,7 @@ class Stub:
 
         Versions are left out of names: ``"cuMemAlloc"``. ``nth=0`` ends a failure.
         """
+        self.told_to_fail.add(call)
         self._fail(call.encode(), nth, code, times)
 
     def sticky(self, code: int, device: int = 0) -> None:
@@ -70,3 +73,4 @@ class Stub:
     def reset(self) -> None:
         """Knobs as the process began, no failures, nothing captured or queued, counts from zero."""
         self._reset()
+        self.told_to_fail.clear()

@@ -67,8 +67,9 @@ DRIVER_API cuEventCreate(void **handle, unsigned) {
     return success;
 }
 
+// An event knows its context: none need be current, nor is one for the runtime's cudaEventDestroy.
 DRIVER_API cuEventDestroy_v2(void *handle) {
-    ENTER(release);
+    ENTER(initialisation);
     Event *event = event_of(handle);
     if (!event)
         return invalid_handle;
