@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pagedcache.bookkeeping import BlockPool as BlockPool
     from pagedcache.bookkeeping import SlotMapping as SlotMapping
     from pagedcache.cache import PagedKVCache as PagedKVCache
+    from pagedcache.dlpack import Bfloat16Array as Bfloat16Array
     from pagedcache.errors import BlockError as BlockError
     from pagedcache.errors import CopyRefusedError as CopyRefusedError
     from pagedcache.errors import CorruptionError as CorruptionError
@@ -77,6 +78,7 @@ _NAMES = {
     "batches": "PageTable",
     "bookkeeping": "BlockPool SlotMapping",
     "cache": "PagedKVCache",
+    "dlpack": "Bfloat16Array",
     "errors": "BlockError CopyRefusedError CorruptionError CudaCallError CudaUnavailableError "
     "DeviceError ForkedProcessError FormatError FreedHandleError InvalidArgumentError "
     "InvalidPositionError NonFiniteError OutOfBlocksError PagedCacheError PendingCopyError "

@@ -20,15 +20,16 @@ COUNT_LIMIT = 2**48
 def as_integer(value: Any, name: str) -> int:
     """``value`` as a Python int of any sign.
 
-    Accepts int, NumPy integers and whatever has ``__index__``; bools and everything else are
-    refused with :class:`InvalidArgumentError`.
+    Accepts int, NumPy integers and whatever has ``__index__`` (a torch tensor of one integer);
+    bools and everything else are refused with :class:`InvalidArgumentError`.
     """
     if type(value) is int:
         return value
-    if not isinstance(value, bool):  # a NumPy bool has no __index__
+    # A NumPy bool has no __index__, one of torch has.
+    if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "torch.bool":
         try:
             return operator.index(value)
-        except TypeError:
+        except (TypeError, ValueError, RuntimeError):  # the latter from a tensor without values
             pass
     raise InvalidArgumentError(f"{name} must be an integer, got {_short(value)}")
 
@@ -58,7 +59,7 @@ def as_flag(value: Any, name: str) -> bool:
     """The truth of ``value``; ``InvalidArgumentError`` where it has none (an array of several)."""
     try:
         return bool(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the latter from tensors of torch
         raise InvalidArgumentError(f"{name} must be true or false, got {_short(value)}") from None
 
 

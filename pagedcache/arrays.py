@@ -8,7 +8,7 @@ wrong cache. An array is copied only when it has to be.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from pagedcache.errors import (
     StorageMemoryError,
     shown,
 )
-from pagedcache.foreign import as_ndarray
+from pagedcache.foreign import as_ndarray, is_array, tensor_integer, torch_dtype_name
 from pagedcache.formats import FORMATS, KVFormat
 
 _ROW_NAMES = ", ".join(fmt.name for fmt in FORMATS.values() if not fmt.is_quantized)
@@ -38,11 +38,13 @@ _CODES = {np.dtype(np.uint32): "I", np.dtype(np.int32): "i", np.dtype(np.int64):
 def as_tokens(x: Any, what: str = "tokens") -> np.ndarray[Any, np.dtype[np.uint32]]:
     """Return token ids as a C-contiguous uint32 array of rank 1.
 
-    ``x``: list, tuple, range, or any integer array (anything numpy can read). A contiguous
-    uint32 array is returned as it is (no copy: do not keep it beyond the call).
+    ``x``: list, tuple, range, or any integer array: whatever NumPy or DLPack reads, and tensors
+    of torch on the CPU. A contiguous uint32 array is returned as it is (no copy: do not keep it
+    beyond the call).
 
     Raises :class:`InvalidArgumentError` naming the first bad index and value: outside
-    0…2^32-1, a float, a bool, a string, a nested list, or an array of another rank.
+    0…2^32-1, a float, a bool, a string, a nested list, or an array of another rank; and
+    :class:`DeviceError` for an array that is not on the CPU.
     """
     return _as_integers(x, what, np.dtype(np.uint32), 0, _UINT32_MAX)
 
@@ -59,6 +61,28 @@ def as_slots(x: Any, what: str = "slots") -> np.ndarray[Any, np.dtype[np.int64]]
 def as_ids(x: Any, what: str = "block ids") -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return block ids as a contiguous int32 array; raises as :func:`as_tokens`."""
     return _as_integers(x, what, np.dtype(np.int32), _INT32_MIN, _INT32_MAX)
+
+
+def as_amounts(x: Any, what: str) -> list[Any]:
+    """One integer per sequence as a list of its own type; how many there must be, and which
+    values, is the callee's to check.
+
+    ``x``: a list, anything that can be iterated, or an integer array as for :func:`as_tokens`.
+    Raises :class:`InvalidArgumentError` for what holds no values and for arrays of other dtypes
+    or ranks.
+    """
+    if type(x) is list:
+        return x
+    if is_array(x) and getattr(x, "shape", None) != (0,):  # without values, any dtype will do
+        values: list[Any] = as_slots(x, what).tolist()
+        return values
+    kind = type(x).__name__
+    if not isinstance(x, (str, bytes)) and isinstance(x, Iterable):
+        try:
+            return list(x)
+        except (TypeError, OverflowError, MemoryError):  # a huge range
+            kind = shown(x)
+    raise InvalidArgumentError(f"{what} must be one integer per sequence, got {kind}")
 
 
 def _as_integers(x: Any, what: str, dtype: np.dtype[Any], low: int, high: int) -> Any:
@@ -78,7 +102,7 @@ def _converted(x: Any, what: str, dtype: np.dtype[Any], low: int, high: int) -> 
         return _from_range(x, what, dtype, low, high)
     if isinstance(x, (str, bytes, bytearray)) or x is None:
         raise InvalidArgumentError(f"{what}: expected integers, got {type(x).__name__}")
-    if hasattr(x, "__array_interface__") or hasattr(x, "__array__") or _has_buffer(x):
+    if is_array(x) or isinstance(x, (array, memoryview)):
         try:
             shared = as_ndarray(x, what)
         except PagedCacheError:
@@ -94,17 +118,14 @@ def _converted(x: Any, what: str, dtype: np.dtype[Any], low: int, high: int) -> 
     )
 
 
-def _has_buffer(x: Any) -> bool:
-    return isinstance(x, (array, memoryview))
-
-
 def _from_array(x: np.ndarray[Any, Any], what: str, dtype: Any, low: int, high: int) -> Any:
     if x.dtype.kind not in "iu":
         raise InvalidArgumentError(f"{what}: expected an integer array, got dtype {x.dtype}")
     if type(x) is not np.ndarray and isinstance(x, np.ma.MaskedArray):
         raise InvalidArgumentError(f"{what}: got a masked array; fill it first")
     if x.ndim != 1:
-        raise InvalidArgumentError(f"{what}: expected a flat array, got shape {x.shape}")
+        cure = " (of one sequence: x[0] or x.ravel())" if x.ndim else ""
+        raise InvalidArgumentError(f"{what}: expected a flat array{cure}, got shape {x.shape}")
     if x.dtype != dtype and x.size:
         info = np.iinfo(x.dtype)
         least = int(x.min()) if info.min < low else 0
@@ -137,20 +158,28 @@ def _first_outside(x: range, low: int, high: int) -> int:
 
 def _from_sequence(x: Sequence[Any], what: str, dtype: Any, low: int, high: int) -> Any:
     if any(not issubclass(t, (int, np.integer)) or t is bool for t in set(map(type, x))):
-        index, value = next(
-            (i, v)
-            for i, v in enumerate(x)
-            if not isinstance(v, (int, np.integer)) or isinstance(v, bool)
-        )
-        raise InvalidArgumentError(
-            f"{what}: expected integers, got {type(value).__name__} {_short(value)} "
-            f"at index {index}"
-        )
+        x = _integers(x, what)
     try:
         return np.frombuffer(array(_CODES[dtype], x), dtype) if len(x) else np.empty(0, dtype)
     except OverflowError:
         index = next(i for i, v in enumerate(x) if not low <= v <= high)
         raise _out_of_range(what, index, int(x[index]), low, high) from None
+
+
+def _integers(x: Sequence[Any], what: str) -> list[Any]:
+    """The values of a sequence that holds more than ints: tensors of one integer count as such."""
+    values = []
+    for index, value in enumerate(x):
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+            number = tensor_integer(value)
+            if number is None:
+                raise InvalidArgumentError(
+                    f"{what}: expected integers, got {type(value).__name__} {_short(value)} "
+                    f"at index {index}"
+                )
+            value = number
+        values.append(value)
+    return values
 
 
 def _short(value: Any) -> str:
@@ -174,7 +203,7 @@ def row_dtypes() -> dict[np.dtype[Any], KVFormat]:
 
 
 def row_format(dtype: Any, what: str = "dtype") -> KVFormat:
-    """Return the dense format (float32, float16, bfloat16) of a dtype or dtype name.
+    """Return the dense format (float32, float16, bfloat16) of a dtype, of torch's too, or its name.
 
     Raises :class:`FormatError` that names the dtype for every other one, and for one in the
     other byte order.
@@ -183,6 +212,7 @@ def row_format(dtype: Any, what: str = "dtype") -> KVFormat:
         found = row_dtypes().get(dtype)  # the common case; the other byte order is not equal
         if found is not None:
             return found
+    dtype = torch_dtype_name(dtype) or dtype
     if isinstance(dtype, str) and dtype in FORMATS:
         dtype = FORMATS[dtype].dtype if not FORMATS[dtype].is_quantized else dtype
     try:
@@ -203,8 +233,8 @@ def row_format(dtype: Any, what: str = "dtype") -> KVFormat:
 def as_float_array(x: Any, what: str) -> np.ndarray[Any, Any]:
     """Return ``x`` as a numpy array of float32, float16 or bfloat16 without changing a value.
 
-    Any rank, any strides, read-only or not; no copy where the memory can be shared. Tensors of
-    torch are taken too, those that require a gradient without it.
+    Any rank, any strides, read-only or not; no copy where the memory can be shared. Whatever
+    NumPy or DLPack reads is taken, and tensors of torch, those that require a gradient without it.
     Raises :class:`FormatError` naming the dtype for anything else (float64, integers, complex,
     objects, strings, ragged lists, masked arrays, the other byte order) and
     :class:`DeviceError` for memory of a GPU.

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pagedcache.arguments import as_count, as_flag, as_layer
-from pagedcache.arrays import as_slots, as_tokens
+from pagedcache.arrays import as_amounts, as_slots, as_tokens
 from pagedcache.bookkeeping import SlotMapping
-from pagedcache.errors import InvalidArgumentError, shown
 from pagedcache.sequence import Sequence, listed, states_of
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class BatchPaths:
         seqs = seqs if isinstance(seqs, (list, tuple)) else listed(seqs)
         states = states_of(seqs)
         queue = self._queue(stream)
-        amounts, prepare = _as_list(counts, "counts"), self._ledger.prepare
+        amounts, prepare = as_amounts(counts, "counts"), self._ledger.prepare
         if queue is None:
             mapping: SlotMapping = prepare(states, amounts)
         else:
@@ -123,7 +122,7 @@ class BatchPaths:
         sequence given twice or of another cache and for counts that do not match.
         """
         seqs = seqs if isinstance(seqs, (list, tuple)) else listed(seqs)
-        states, amounts = states_of(seqs), _as_list(counts, "counts")
+        states, amounts = states_of(seqs), as_amounts(counts, "counts")
         if (self._on_device or stream is not None) and len(amounts) == len(states):
             self._only_ours(seqs)
             numbers = [as_count(amount, "counts") for amount in amounts]
@@ -140,7 +139,7 @@ class BatchPaths:
         ``seqs``; a list or integer array of values 0…2^32 - 1. Errors as for
         ``Sequence.append_tokens`` and ``commit``.
         """
-        each = None if counts is None else _as_list(counts, "counts")
+        each = None if counts is None else as_amounts(counts, "counts")
         self._ledger.append_many(states_of(seqs), as_tokens(tokens), each)
 
     def block_tables(
@@ -192,24 +191,8 @@ class BatchPaths:
         self._ledger.copies_done(as_count(ticket, "ticket"))
 
 
-def _as_list(values: Any, name: str) -> list[Any]:
-    """One integer per sequence as a list; number and values are the ledger's to check."""
-    if type(values) is list:
-        return values
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        kind = type(values).__name__
-        raise InvalidArgumentError(f"{name} must be one integer per sequence, got {kind}")
-    try:
-        return list(values)
-    except (TypeError, OverflowError, MemoryError):  # an array without dimensions, a huge range
-        kind = shown(values)
-        raise InvalidArgumentError(
-            f"{name} must be one integer per sequence, got {kind}"
-        ) from None
-
-
 def _as_lengths(lengths: Any) -> list[Any] | None:
-    return None if lengths is None else _as_list(lengths, "lengths")
+    return None if lengths is None else as_amounts(lengths, "lengths")
 
 
 def _only_group(group: Any) -> None:

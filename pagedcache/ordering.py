@@ -65,10 +65,11 @@ class Ordering:
 
         Float formats: ``[num_blocks, num_kv_heads, block_size, head_dim]`` (HND) or
         ``[num_blocks, block_size, num_kv_heads, head_dim]`` (NHD) of the stored dtype; quantised
-        formats: uint8 ``[num_blocks, block_nbytes]``. NumPy arrays on the CPU; on a GPU
-        ``DeviceArray`` objects that torch, CuPy and others read by DLPack or
-        ``__cuda_array_interface__``. Block ids index them as they are, so kernels of your own can
-        read and write what ``prepare`` made writable. The arrays keep the memory, not the blocks.
+        formats: uint8 ``[num_blocks, block_nbytes]``. NumPy arrays on the CPU (``Bfloat16Array``
+        for bfloat16), on a GPU ``DeviceArray`` objects; torch and others read both by DLPack, the
+        latter also by ``__cuda_array_interface__``. Block ids index them as they are, so kernels
+        of your own can read and write what ``prepare`` made writable. The arrays keep the memory,
+        not the blocks.
 
         Raises ``FormatError`` with ``storage=None``.
         """

@@ -176,9 +176,11 @@ class SequenceReading(NoCopy):
         there yet reads as whatever the block held before. ``out``: a pair of arrays of that shape
         (or CPU tensors of torch) to fill, which are returned; their dtype is the default then.
 
-        A layer on a GPU gives ``DeviceArray`` objects (``np.asarray`` copies them to the host) in
-        memory of their own, and fills arrays on that GPU, without waiting; arrays of the host are
-        filled too, and waited for. The work is queued on ``stream``.
+        On the CPU the result is NumPy arrays in memory that starts at a multiple of 64 bytes; those
+        of bfloat16 are ``Bfloat16Array``, so that ``torch.from_dlpack(k)`` takes either without a
+        copy. A layer on a GPU gives ``DeviceArray`` objects (``np.asarray`` copies them to the
+        host) in memory of their own, and fills arrays on that GPU, without waiting; arrays of the
+        host are filled too, and waited for. The work is queued on ``stream``.
 
         Raises ``InvalidPositionError``, ``ShapeError`` (also for an ``out`` that lies over the
         cache's own memory), ``FormatError`` (also with ``storage=None``), ``DeviceError`` or

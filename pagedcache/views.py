@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 
+from pagedcache.dlpack import lent
 from pagedcache.errors import FreedHandleError
 from pagedcache.formats import KVFormat, get_format
 from pagedcache.guards import NoCopy
@@ -56,7 +57,7 @@ def pinned_array(array: Any, pin: Any) -> Any:
     """Read-only array over the same memory that keeps ``pin`` (and the memory) alive."""
     if not isinstance(array, np.ndarray):  # of a device
         return array.with_owner((array.owner, pin), readonly=True)
-    return np.asarray(_PinnedMemory(array, pin)).view(array.dtype)
+    return lent(np.asarray(_PinnedMemory(array, pin)).view(array.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,10 @@ class ViewSource:
         )
         shown = []
         for rows in pair:
-            if isinstance(rows, np.ndarray):
-                rows.flags.writeable = False
+            owner = rows
+            while isinstance(owner, np.ndarray):  # down to the memory: who owns it could thaw it
+                owner.flags.writeable = False
+                owner = owner.base
             shown.append(rows.transpose(1, 0, 2))
         return shown[0], shown[1]
 
@@ -125,7 +128,7 @@ class BlockView(NoCopy):
     layouts, strided, no copy) of the stored dtype. Quantised formats: the whole block's bytes,
     uint8 ``[block_nbytes]``, to be read with ``k_format`` / ``v_format``; or, with ``dtype=``,
     dequantised copies of the float shape. NumPy arrays on the CPU, ``DeviceArray`` objects on a
-    GPU. ``k, v, start, length, device = view`` works.
+    GPU; both are taken by DLPack without a copy. ``k, v, start, length, device = view`` works.
 
     The view pins its block; see the module's text for how long.
     """

@@ -22,7 +22,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("plain values", {"arguments", "guards", "sizes", "stats"}),
     ("native", {"_native"}),
     ("formats", {"formats"}),
-    ("array exchange", {"foreign"}),
+    ("array exchange", {"dlpack", "foreign"}),
     ("values", {"arithmetic", "arrays", "hashing", "placement", "prefix_hasher", "spec"}),
     ("CUDA runtime", {"_cuda"}),
     ("bodies", {"bookkeeping", "prefix_cache", "storage"}),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
 import numpy as np
 
+from pagedcache._native.memory import bytes_to_alignment
 from pagedcache._native.rows import Slabs, find_nonfinite
 from pagedcache.arguments import as_layer
 from pagedcache.arrays import as_ids, as_rows, copied, overlap, row_format
+from pagedcache.dlpack import Bfloat16Array, lent
 from pagedcache.errors import (
     DeviceError,
     FormatError,
@@ -184,7 +187,7 @@ class CpuStorage(Storage):
         arrays = self._arrays
         if arrays is None:
             raise FreedHandleError("this storage")
-        slab = arrays[self._kind(kind)][layer].view()
+        slab = lent(arrays[self._kind(kind)][layer].view())
         slab.flags.writeable = writable
         return slab
 
@@ -218,7 +221,9 @@ def filled(array: Any, what: str) -> Array:
     """A NumPy array over the memory of the caller's array that is to be filled."""
     if isinstance(array, np.ndarray):
         return array
-    if is_tensor(array) or hasattr(array, "__cuda_array_interface__"):
+    if is_tensor(array) or any(
+        hasattr(array, name) for name in ("__cuda_array_interface__", "__dlpack__")
+    ):
         try:
             return as_ndarray(array, what, written=True)
         except PagedCacheError:
@@ -226,7 +231,8 @@ def filled(array: Any, what: str) -> Array:
         except (TypeError, ValueError, RuntimeError) as error:
             reason = f"cannot be shared with NumPy ({shown(str(error))})"
             raise InvalidArgumentError(f"{what} {reason}") from None
-    raise InvalidArgumentError(f"{what} is {type(array).__name__}, not a NumPy array")
+    got = type(array).__name__
+    raise InvalidArgumentError(f"{what} is {got}, not an array whose memory can be filled")
 
 
 def host_out(out: Any, what: str, shape: tuple[int, ...], fmt: KVFormat) -> Array:
@@ -247,10 +253,15 @@ def host_out(out: Any, what: str, shape: tuple[int, ...], fmt: KVFormat) -> Arra
 
 
 def _empty(shape: tuple[int, ...], fmt: KVFormat) -> Array:
+    """A new array for results, aligned like a slab."""
+    dtype = fmt.dtype
+    nbytes = math.prod(shape) * dtype.itemsize
     try:
-        return np.empty(shape, fmt.dtype)
-    except MemoryError:
-        nbytes = int(np.prod(shape, dtype=object)) * fmt.dtype.itemsize
+        memory = np.empty(nbytes + slab_memory.ALIGNMENT - 1, np.uint8)
+        skip = bytes_to_alignment(memory, slab_memory.ALIGNMENT)
+        kind = Bfloat16Array if fmt.name == "bfloat16" else np.ndarray
+        return kind(shape, dtype, memory, skip)
+    except (MemoryError, ValueError, OverflowError):  # the latter for sizes past the address space
         raise StorageMemoryError(nbytes, f"the {fmt.name} copy of {shape}") from None
 
 
