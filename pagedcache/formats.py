@@ -21,6 +21,9 @@ _PACKINGS = {0: "dense", 1: "planar", 2: "interleaved"}
 #: What quantised formats do with NaN and Inf, and the native code of it.
 NONFINITE_POLICIES = {"raise": 0, "saturate": 1}
 
+#: The format that V takes where ``kv_format`` names one that is made for keys.
+_V_PARTNERS = {"q4k": "q4_1"}
+
 _ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -33,10 +36,12 @@ class KVFormat:
 
     ``code``: its number in native code. ``group_size``: values that share a scale (1 for float
     formats). ``quant_nbytes``, ``scale_nbytes``: bytes per group. ``group_axis``: ``"row"``, the
-    group lies inside one (token, head) row. ``packing``: ``"dense"`` (values only), ``"planar"``
-    (all quants of a run of rows, then all scales) or ``"interleaved"`` (scale and quants side by
-    side, as in ggml). ``open_format``: code of the format in which part-filled blocks are kept
-    where it differs, else -1.
+    group lies inside one (token, head) row, or ``"tokens"``, it is one channel of one head over
+    up to 32 tokens of a block (then blocks are written whole, and are kept in another format
+    until they are full). ``packing``: ``"dense"`` (values only), ``"planar"`` (all quants of a
+    run of rows, then all scales) or ``"interleaved"`` (scale and quants side by side, as in
+    ggml). ``open_format``: code of the format in which part-filled blocks are kept where that
+    has to be another one, else -1; see ``CacheSpec.open_blocks``.
     """
 
     name: str
@@ -65,6 +70,17 @@ class KVFormat:
         return self.packing != "dense"
 
     @property
+    def v_partner(self) -> KVFormat:
+        """The format V has under ``kv_format=`` this one: q4_1 for q4k, which is made for keys
+        (KIVI, Liu et al. 2024); the same for all others."""
+        return FORMATS[_V_PARTNERS.get(self.name, self.name)]
+
+    @property
+    def default_open_format(self) -> KVFormat | None:
+        """The format of part-filled blocks where that has to be another one: float16 for q4k."""
+        return list(FORMATS.values())[self.open_format] if self.open_format >= 0 else None
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """NumPy dtype of a float format's values; uint8, raw bytes, for a quantised one."""
         if self.is_quantized:
@@ -79,7 +95,8 @@ class KVFormat:
     def bytes_per_value(self) -> float:
         """Nominal bytes per value, scale included, padding not: 1.125 for q8, 0.625 for q4.
 
-        ``CacheSpec.bytes_per_value`` is the exact figure of a cache.
+        ``CacheSpec.bytes_per_value`` is the exact figure of a cache: with groups along the tokens
+        it is this one where ``block_size`` is a multiple of 32 (q4k: 0.75 for blocks of 16).
         """
         return self.group_nbytes / self.group_size
 

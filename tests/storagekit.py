@@ -27,7 +27,7 @@ QUANTIZED = formats.QUANTIZED
 def make_storage(spec: CacheSpec, num_blocks: int, slabs: Any = None) -> Any:
     """A storage on the tests' device; adopted arrays are the CPU's."""
     if ON_CPU or slabs is not None:
-        return CpuStorage(spec, num_blocks, slabs)
+        return CpuStorage(spec, num_blocks, slabs=slabs)
     from pagedcache.storage.placed import make_storage
 
     devices = placement(spec.num_layers)

@@ -37,7 +37,7 @@ def sparse_storage(spec: CacheSpec, num_blocks: int) -> CpuStorage:
     shape, dtype = spec.k_block_shape, spec.k_format.dtype
     memory = reserve(num_blocks * 2 * spec.layer_block_nbytes("k"))
     both = memory.view(dtype).reshape(num_blocks, 2, *shape)
-    return CpuStorage(spec, num_blocks, ([both[:, 0]], [both[:, 1]]))
+    return CpuStorage(spec, num_blocks, slabs=([both[:, 0]], [both[:, 1]]))
 
 
 def marker(spec: CacheSpec, seed: int) -> Any:
@@ -136,7 +136,7 @@ def test_slots_past_the_length_are_not_read(fmt: str, dtype: Any) -> None:
     token = spec.layer_block_nbytes("k") // 16
     memory = reserve(2 * 2 * 16 * token)
     both = memory.view(spec.k_format.dtype).reshape(2, 2, *spec.k_block_shape)
-    storage = CpuStorage(spec, 2, ([both[0]], [both[1]]))
+    storage = CpuStorage(spec, 2, slabs=([both[0]], [both[1]]))
     x = np.ones((8, spec.num_kv_heads, 32), np.float32)
     storage.store(0, *storage.check_rows(0, x, x, 8), np.arange(16, 24))
     libc = ctypes.CDLL(None, use_errno=True)

@@ -108,7 +108,7 @@ def test_one_block_and_the_smallest_sizes() -> None:
 def test_rows_from_the_same_slab() -> None:
     slab = np.arange(4 * 2 * 2 * 4, dtype=np.float32).reshape(4, 2, 2, 4)
     other = -slab
-    storage = CpuStorage(CacheSpec(1, 2, 4, 2, "float32", layout="NHD"), 4, ([slab], [other]))
+    storage = CpuStorage(CacheSpec(1, 2, 4, 2, "float32", layout="NHD"), 4, slabs=([slab], [other]))
     tokens = slab.reshape(8, 2, 4)
     before = tokens.copy()
     slots = np.arange(1, 8)
@@ -163,7 +163,7 @@ def misaligned() -> Any:
 def test_unusable_arrays_are_refused(make: Any, error: Any, named: str) -> None:
     spec = CacheSpec(2, 2, 32, 4, "float16")
     with pytest.raises(error) as caught:
-        CpuStorage(spec, 4, ([good(), good()], [good(), make()]))
+        CpuStorage(spec, 4, slabs=([good(), good()], [good(), make()]))
     assert named in str(caught.value) and "v_slabs[1]" in str(caught.value)
 
 
@@ -174,10 +174,10 @@ def test_quantised_arrays_are_raw_bytes(fmt: str) -> None:
     right = [np.zeros((4, nbytes), np.uint8)]
     for wrong in (np.zeros((4, nbytes), np.int8), np.zeros((4, nbytes // 4), np.float32)):
         with pytest.raises(FormatError, match="expected uint8"):
-            CpuStorage(spec, 4, (right, [wrong]))
+            CpuStorage(spec, 4, slabs=(right, [wrong]))
     with pytest.raises(ShapeError):
-        CpuStorage(spec, 4, (right, [np.zeros((4, nbytes + 16), np.uint8)]))
-    CpuStorage(spec, 4, (right, [np.zeros((4, nbytes + 16), np.uint8)[:, :nbytes]]))
+        CpuStorage(spec, 4, slabs=(right, [np.zeros((4, nbytes + 16), np.uint8)]))
+    CpuStorage(spec, 4, slabs=(right, [np.zeros((4, nbytes + 16), np.uint8)[:, :nbytes]]))
 
 
 @pytest.mark.parametrize(
@@ -195,17 +195,17 @@ def test_quantised_arrays_are_raw_bytes(fmt: str) -> None:
 )
 def test_wrong_numbers_of_arrays(slabs: Any, error: Any) -> None:
     with pytest.raises(error):
-        CpuStorage(CacheSpec(2, 2, 32, 4, "float16"), 4, slabs)
+        CpuStorage(CacheSpec(2, 2, 32, 4, "float16"), 4, slabs=slabs)
 
 
 def test_slabs_that_share_memory_are_refused() -> None:
     spec = CacheSpec(2, 2, 32, 4, "float16")
     x = good()
     with pytest.raises(ShapeError, match="share no memory"):
-        CpuStorage(spec, 4, ([x, good()], [good(), x]))
+        CpuStorage(spec, 4, slabs=([x, good()], [good(), x]))
     whole = np.zeros((7, 2, 4, 32), np.float16)
     with pytest.raises(ShapeError, match=r"v_slabs\[0\] over k_slabs\[0\]"):
-        CpuStorage(spec, 4, ([whole[:4], good()], [whole[3:], good()]))
+        CpuStorage(spec, 4, slabs=([whole[:4], good()], [whole[3:], good()]))
 
 
 # SPEC F11: closing lets go of the caller's arrays and of our own.
@@ -214,7 +214,7 @@ def test_close_lets_go() -> None:
 
     slab, other = good(), good()
     before = sys.getrefcount(slab)
-    storage = CpuStorage(CacheSpec(1, 2, 32, 4, "float16"), 4, ([slab], [other]))
+    storage = CpuStorage(CacheSpec(1, 2, 32, 4, "float16"), 4, slabs=([slab], [other]))
     block = storage.block_array(0, "k", 1)
     storage.close()
     storage.close()
@@ -227,7 +227,7 @@ def test_close_lets_go() -> None:
 def test_padding_of_adopted_blocks_is_not_touched() -> None:
     spec = CacheSpec(1, 1, 32, 1, "q8")  # 32 quants, 4 bytes of scale, 12 bytes of padding
     slabs = [np.full((2, 48), 0xAA, np.uint8) for _ in KINDS]
-    storage = CpuStorage(spec, 2, ([slabs[0]], [slabs[1]]))
+    storage = CpuStorage(spec, 2, slabs=([slabs[0]], [slabs[1]]))
     x = np.ones((2, 1, 32), np.float32)
     storage.store(0, *storage.check_rows(0, x, x, 2), np.array([0, 1]))
     for kind in KINDS:
@@ -241,7 +241,7 @@ def test_out_over_the_slabs_is_refused(layout: str) -> None:
     spec = CacheSpec(2, 1, 8, 4, kv_format="float32", layout=layout)
     arena = np.zeros((4, 5, *spec.k_block_shape), np.float32)  # the fifth part is nobody's
     slabs = [arena[:, i] for i in range(4)]
-    storage = CpuStorage(spec, 4, (slabs[:2], slabs[2:]))
+    storage = CpuStorage(spec, 4, slabs=(slabs[:2], slabs[2:]))
     rows = np.random.default_rng(1).standard_normal((16, 1, 8)).astype(np.float32)
     for layer in range(2):
         ready = storage.check_rows(layer, rows, -rows, 16)

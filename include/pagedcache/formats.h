@@ -12,7 +12,7 @@
 /* Which values share a scale. */
 enum pc_group_axis {
     PC_AXIS_ROW = 0,   /* values of one (token, head) row */
-    PC_AXIS_TOKENS = 1 /* reserved: one channel over the tokens of a block */
+    PC_AXIS_TOKENS = 1 /* one channel of one head over up to PC_GROUP tokens of a block */
 };
 
 /* Where the bytes of the groups lie. */
@@ -31,8 +31,12 @@ enum pc_policy { PC_NONFINITE_RAISE = 0, PC_NONFINITE_SATURATE = 1 };
  *   packing, open format, encode group, decode group)
  *
  * open format: the code in which a block that is still being filled is kept, for formats that
- * need a full block before they can quantise; none does yet. The first three codes are also the
- * codes of source and destination dtypes. */
+ * need a full block before they can quantise. The first three codes are also the codes of source
+ * and destination dtypes.
+ *
+ * Along the tokens a group is a column of a block, so its quants cannot lie side by side: each is
+ * put into its token's row (channels.h). Flat buffers have no tokens; there a group is 32 values
+ * that follow one another, for every format. */
 #define PC_FORMATS(X)                                                                          \
     X(0, float32, 1, 4, 0, PC_AXIS_ROW, PC_PACK_DENSE, PC_NO_OPEN_FORMAT, pc_encode_float32,   \
       pc_decode_float32)                                                                       \
@@ -49,6 +53,8 @@ enum pc_policy { PC_NONFINITE_RAISE = 0, PC_NONFINITE_SATURATE = 1 };
     X(6, q4_0, 32, 16, 2, PC_AXIS_ROW, PC_PACK_INTERLEAVED, PC_NO_OPEN_FORMAT, pc_encode_q4_0, \
       pc_decode_q4_0)                                                                          \
     X(7, q4_1, 32, 16, 4, PC_AXIS_ROW, PC_PACK_INTERLEAVED, PC_NO_OPEN_FORMAT, pc_encode_q4_1, \
+      pc_decode_q4_1)                                                                          \
+    X(8, q4k, 32, 16, 4, PC_AXIS_TOKENS, PC_PACK_PLANAR, PC_FORMAT_float16, pc_encode_q4_1,    \
       pc_decode_q4_1)
 
 #define PC_FORMAT_CODE(code, name, ...) PC_FORMAT_##name = code,

@@ -92,7 +92,32 @@ PC_INLINE void pc_decode_q4_0(const uint8_t *PC_RESTRICT quants,
     }
 }
 
-/* scale_at holds two float16: the scale, then the minimum. */
+/* What q4_1 does with the least and the greatest value of a group. */
+typedef struct {
+    float minimum, scale, inverse; /* inverse 0: every quant is 0 */
+} pc_affine;
+
+PC_INLINE pc_affine pc_affine_of(float least, float most) {
+    pc_affine affine;
+    affine.minimum = pc_clamp_to_half(least);
+    affine.scale = pc_clamp_to_half((most > affine.minimum ? most - affine.minimum : 0.0f) / 15.0f);
+    affine.inverse = pc_inverse(affine.scale);
+    if (pc_is_infinite(affine.inverse)) {
+        affine.inverse = 0.0f;
+    }
+    return affine;
+}
+
+PC_INLINE uint32_t pc_affine_nibble(float value, float minimum, float inverse) {
+    return pc_trunc_nibble((value - minimum) * inverse, 0.5f);
+}
+
+/* Two float16: the scale, then the minimum. */
+PC_INLINE void pc_store_affine(uint8_t *scale_at, pc_affine affine) {
+    pc_store_half(scale_at, pc_float_to_half(affine.scale));
+    pc_store_half(scale_at + 2, pc_float_to_half(affine.minimum));
+}
+
 PC_INLINE void pc_encode_q4_1(const float *PC_RESTRICT x, uint8_t *PC_RESTRICT quants,
                               uint8_t *PC_RESTRICT scale_at) {
     float least = x[0]; /* the first of equal values: it decides the sign of a zero */
@@ -101,19 +126,11 @@ PC_INLINE void pc_encode_q4_1(const float *PC_RESTRICT x, uint8_t *PC_RESTRICT q
         least = x[i] < least ? x[i] : least;
         most = x[i] > most ? x[i] : most;
     }
-    const float minimum = pc_clamp_to_half(least);
-    const float range = most > minimum ? most - minimum : 0.0f;
-    const float scale = pc_clamp_to_half(range / 15.0f);
-    const float inverse = pc_inverse(scale);
-    pc_store_half(scale_at, pc_float_to_half(scale));
-    pc_store_half(scale_at + 2, pc_float_to_half(minimum));
-    if (pc_is_infinite(inverse)) {
-        memset(quants, 0, PC_GROUP / 2);
-        return;
-    }
+    const pc_affine affine = pc_affine_of(least, most);
+    pc_store_affine(scale_at, affine);
     for (int i = 0; i < PC_GROUP / 2; i++) {
-        const uint32_t low = pc_trunc_nibble((x[i] - minimum) * inverse, 0.5f);
-        const uint32_t high = pc_trunc_nibble((x[i + PC_GROUP / 2] - minimum) * inverse, 0.5f);
+        const uint32_t low = pc_affine_nibble(x[i], affine.minimum, affine.inverse);
+        const uint32_t high = pc_affine_nibble(x[i + PC_GROUP / 2], affine.minimum, affine.inverse);
         quants[i] = (uint8_t)(low | (high << 4));
     }
 }

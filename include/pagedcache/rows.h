@@ -1,28 +1,23 @@
 /*
- * Rows in, rows out, blocks copied: the loops over the rows of a slab.
+ * Rows in, rows out: the loops over the rows of a slab.
  *
  * A row is one head's vector of one token. Outside the pool rows are float32, float16 or
- * bfloat16 with any strides (pc_rows); inside they are in the slab's format at the address that
- * pc_row_address() gives. pc_put_row() and pc_get_row() are the only places that convert, and
- * pc_store_rows() and pc_load_rows() the only ones that iterate: a vector path replaces the
- * former and leaves the latter alone.
+ * bfloat16 with any strides (pc_rows); inside they are in the format of their place (space.h) at
+ * the address that pc_row_address() gives. pc_put_row() and pc_get_row() are the only places that
+ * convert, and pc_store_rows() and pc_load_rows() the only ones that iterate: a vector path
+ * replaces the former and leaves the latter alone.
  *
  * Rounding: float32 goes straight to the stored format; float16 and bfloat16 are widened to
  * float32 first, which is exact. A row whose dtype is the stored one is copied as bits, NaN
  * payloads included.
  *
- * Nothing here checks its arguments: slots, ids and shapes are right when they come in.
+ * Nothing here checks its arguments: slots, places and shapes are right when they come in.
  */
 #ifndef PAGEDCACHE_ROWS_H
 #define PAGEDCACHE_ROWS_H
 
-#include "geometry.h"
-
-/* One slab: the storage of K or of V of one layer. */
-typedef struct {
-    uint8_t *base;
-    int64_t block_stride; /* bytes from a block to the next; may be negative */
-} pc_slab;
+#include "channels.h"
+#include "space.h"
 
 /* Rows outside the pool: [token][head][value], every stride in bytes and of any sign. */
 typedef struct {
@@ -30,6 +25,13 @@ typedef struct {
     int64_t token_stride, head_stride, value_stride;
     int dtype; /* code of a dense format */
 } pc_rows;
+
+/* float32 values that the functions below need as a buffer: a row, or a head of a block where
+ * groups run along the tokens. */
+PC_INLINE int64_t pc_buffer_values(const pc_space *space) {
+    const pc_geometry *const g = &space->geometry[PC_SEALED];
+    return g->token_groups ? g->block_size * g->head_dim : g->head_dim;
+}
 
 /* ---- one value, one row ------------------------------------------------------------------ */
 
@@ -114,12 +116,67 @@ PC_INLINE void pc_copy_row(int64_t nbytes, const uint8_t *from, int64_t from_str
             memcpy(to + i * to_stride, from + i * from_stride, 4);
 }
 
-/* Store one outside row at `at`. buffer: head_dim floats. Returns a status code. */
+/* The largest finite value of the float format `code`. */
+PC_INLINE float pc_largest(int code) {
+    return code == PC_FORMAT_float16    ? PC_HALF_MAX
+           : code == PC_FORMAT_bfloat16 ? pc_bfloat_to_float(0x7F7Fu)
+                                        : FLT_MAX;
+}
+
+/* A finite value cut at +-most. */
+PC_INLINE float pc_clamp_value(float value, float most) {
+    const float below = value > most ? most : value;
+    return below < -most ? -most : below;
+}
+
+/* Write to `out` what an open row may hold: finite values (by groups of PC_GROUP, as quantised
+ * formats saturate them) within the range of the float format `code`. PC_E_NONFINITE under "raise".
+ * `out` may be `values`. */
+PC_INLINE int pc_clamp_row(int code, const float *values, int64_t head_dim, int policy,
+                           float *out) {
+    const float most = pc_largest(code);
+    int64_t at, i;
+    if (!pc_all_finite(values, head_dim)) {
+        if (policy == PC_NONFINITE_RAISE)
+            return PC_E_NONFINITE;
+        for (at = 0; at < head_dim; at += PC_GROUP)
+            pc_copy_saturated(values + at, head_dim - at < PC_GROUP ? head_dim - at : PC_GROUP,
+                              out + at);
+        values = out;
+    }
+    for (i = 0; i < head_dim; i++)
+        out[i] = pc_clamp_value(values[i], most);
+    return PC_OK;
+}
+
+/* Store head_dim contiguous float32 at `at`; not where groups run along the tokens. buffer:
+ * head_dim floats, or `values` itself. */
+PC_INLINE int pc_encode_at(const pc_geometry *g, uint8_t *slab, pc_address at, const float *values,
+                           int policy, float *buffer) {
+    if (g->clamps) {
+        const int status = pc_clamp_row(g->code, values, g->head_dim, policy, buffer);
+        if (status != PC_OK)
+            return status;
+        values = buffer;
+    }
+    return pc_encode_row(g->code, values, g->head_dim, slab + at.data, slab + at.scales, policy);
+}
+
+/* Read the row at `at`, of any format, as head_dim float32. */
+PC_INLINE void pc_decode_at(const pc_geometry *g, const uint8_t *slab, pc_address at, float *out) {
+    if (g->token_groups)
+        pc_decode_channels(slab + at.data, slab + at.scales, g->head_dim, out);
+    else
+        pc_decode_row(g->code, slab + at.data, slab + at.scales, g->head_dim, out);
+}
+
+/* Store one outside row at `at`; not where groups run along the tokens. buffer: head_dim floats.
+ * Returns a status code. */
 PC_INLINE int pc_put_row(const pc_geometry *geometry, uint8_t *slab, pc_address at,
                          const uint8_t *row, int dtype, int64_t stride, int policy, float *buffer) {
     const int64_t head_dim = geometry->head_dim;
     const float *values = buffer;
-    if (dtype == geometry->code) {
+    if (dtype == geometry->code && !geometry->clamps) {
         const int64_t nbytes = pc_dtype_nbytes(dtype);
         pc_copy_row(nbytes, row, stride, slab + at.data, nbytes, head_dim);
         return PC_OK;
@@ -128,8 +185,7 @@ PC_INLINE int pc_put_row(const pc_geometry *geometry, uint8_t *slab, pc_address 
         values = (const float *)(const void *)row; /* rows are aligned: the door sees to it */
     else
         pc_widen_row(dtype, row, stride, head_dim, buffer);
-    return pc_encode_row(geometry->code, values, head_dim, slab + at.data, slab + at.scales,
-                         policy);
+    return pc_encode_at(geometry, slab, at, values, policy, buffer);
 }
 
 /* Read the row at `at` into an outside row. buffer: head_dim floats. */
@@ -140,30 +196,59 @@ PC_INLINE void pc_get_row(const pc_geometry *geometry, const uint8_t *slab, pc_a
         const int64_t nbytes = pc_dtype_nbytes(dtype);
         pc_copy_row(nbytes, slab + at.data, nbytes, row, stride, head_dim);
     } else if (dtype == PC_FORMAT_float32 && stride == 4) {
-        pc_decode_row(geometry->code, slab + at.data, slab + at.scales, head_dim,
-                      (float *)(void *)row);
+        pc_decode_at(geometry, slab, at, (float *)(void *)row);
     } else {
-        pc_decode_row(geometry->code, slab + at.data, slab + at.scales, head_dim, buffer);
+        pc_decode_at(geometry, slab, at, buffer);
         pc_narrow_row(dtype, buffer, head_dim, row, stride);
     }
+}
+
+/* Store a whole block, of which the groups run along the tokens, from block_size outside rows.
+ * buffer: block_size * head_dim floats. */
+PC_INLINE int pc_put_block(const pc_geometry *g, const pc_slab *slab, int64_t block,
+                           const pc_rows *rows, int64_t first_token, int policy, float *buffer) {
+    int64_t head, i;
+    for (head = 0; head < g->num_heads; head++) {
+        const uint8_t *row =
+            rows->base + first_token * rows->token_stride + head * rows->head_stride;
+        int status;
+        for (i = 0; i < g->block_size; i++, row += rows->token_stride)
+            pc_widen_row(rows->dtype, row, rows->value_stride, g->head_dim,
+                         buffer + i * g->head_dim);
+        status = pc_encode_head(g, slab->base, slab->block_stride, block, head, buffer, policy);
+        if (status != PC_OK)
+            return status;
+    }
+    return PC_OK;
 }
 
 /* ---- the loops --------------------------------------------------------------------------- */
 
 /*
- * Store n tokens of rows at their slots (block * block_size + offset; negative: skipped).
- * Stops at the first row that cannot be stored and returns its status.
+ * Store n tokens of rows at their slots (place * block_size + offset; negative: skipped). Where
+ * groups run along the tokens, the slots of a sealed block come one after the other and all of
+ * them. Stops at the first row that cannot be stored and returns its status.
  */
-PC_INLINE int pc_store_rows(const pc_geometry *geometry, const pc_slab *slab, const pc_rows *rows,
+PC_INLINE int pc_store_rows(const pc_space *space, const pc_slab slabs[2], const pc_rows *rows,
                             const int64_t *slots, int64_t n, int policy, float *buffer) {
+    const int64_t block_size = space->geometry[PC_SEALED].block_size;
     int64_t token, head;
     for (token = 0; token < n; token++) {
         const uint8_t *row = rows->base + token * rows->token_stride;
-        int64_t block, offset;
+        const int64_t block = slots[token] / block_size;
+        const int64_t offset = slots[token] - block * block_size;
+        const int where = pc_where_is(space, block);
+        const pc_geometry *const geometry = &space->geometry[where];
+        const pc_slab *const slab = &slabs[where];
         if (slots[token] < 0)
             continue;
-        block = slots[token] / geometry->block_size;
-        offset = slots[token] - block * geometry->block_size;
+        if (geometry->token_groups) {
+            const int status = pc_put_block(geometry, slab, block, rows, token, policy, buffer);
+            if (status != PC_OK)
+                return status;
+            token += block_size - 1;
+            continue;
+        }
         for (head = 0; head < geometry->num_heads; head++) {
             const pc_address at = pc_row_address(geometry, slab->block_stride, block, head, offset);
             const int status = pc_put_row(geometry, slab->base, at, row + head * rows->head_stride,
@@ -175,18 +260,21 @@ PC_INLINE int pc_store_rows(const pc_geometry *geometry, const pc_slab *slab, co
     return PC_OK;
 }
 
-/* Read n tokens from token `first` of the table's blocks on into rows. */
-PC_INLINE void pc_load_rows(const pc_geometry *geometry, const pc_slab *slab,
-                            const int32_t *block_ids, int64_t first, const pc_rows *rows, int64_t n,
-                            float *buffer) {
+/* Read n tokens from token `first` of the places listed on into rows. */
+PC_INLINE void pc_load_rows(const pc_space *space, const pc_slab slabs[2], const int32_t *places,
+                            int64_t first, const pc_rows *rows, int64_t n, float *buffer) {
+    const int64_t block_size = space->geometry[PC_SEALED].block_size;
     int64_t token, head;
     for (token = 0; token < n; token++) {
         uint8_t *row = rows->base + token * rows->token_stride;
-        const int64_t index = (first + token) / geometry->block_size;
-        const int64_t offset = first + token - index * geometry->block_size;
+        const int64_t index = (first + token) / block_size;
+        const int64_t offset = first + token - index * block_size;
+        const int where = pc_where_is(space, places[index]);
+        const pc_geometry *const geometry = &space->geometry[where];
+        const pc_slab *const slab = &slabs[where];
         for (head = 0; head < geometry->num_heads; head++) {
             const pc_address at =
-                pc_row_address(geometry, slab->block_stride, block_ids[index], head, offset);
+                pc_row_address(geometry, slab->block_stride, places[index], head, offset);
             pc_get_row(geometry, slab->base, at, row + head * rows->head_stride, rows->dtype,
                        rows->value_stride, buffer);
         }
@@ -235,56 +323,6 @@ PC_INLINE int64_t pc_find_nonfinite(const pc_rows *rows, int64_t n, int64_t num_
         }
     }
     return -1;
-}
-
-/* ---- copies inside a slab ---------------------------------------------------------------- */
-
-/*
- * Copy `count` token rows from (src_block, src_offset) to (dst_block, dst_offset): their quants
- * and their scales, and no other byte. The rows of a head (HND) or of the block (NHD) follow one
- * another, so a run of tokens is one piece of quants and one of scales.
- */
-PC_INLINE void pc_copy_tokens(const pc_geometry *geometry, const pc_slab *slab, int64_t src_block,
-                              int64_t src_offset, int64_t dst_block, int64_t dst_offset,
-                              int64_t count) {
-    const int by_head = geometry->layout == PC_HND;
-    const int64_t num_runs = by_head ? geometry->num_heads : 1;
-    const int64_t num_rows = by_head ? count : count * geometry->num_heads;
-    int64_t run;
-    for (run = 0; run < num_runs; run++) {
-        const pc_address from =
-            pc_row_address(geometry, slab->block_stride, src_block, run, src_offset);
-        const pc_address to =
-            pc_row_address(geometry, slab->block_stride, dst_block, run, dst_offset);
-        memmove(slab->base + to.data, slab->base + from.data,
-                (size_t)(num_rows * geometry->row_data_nbytes));
-        if (geometry->row_scale_nbytes > 0)
-            memmove(slab->base + to.scales, slab->base + from.scales,
-                    (size_t)(num_rows * geometry->row_scale_nbytes));
-    }
-}
-
-/* Offset of a block's first byte: the first row of every format and layout lies there. */
-PC_INLINE int64_t pc_block_offset(const pc_geometry *geometry, const pc_slab *slab, int64_t block) {
-    return pc_row_address(geometry, slab->block_stride, block, 0, 0).data;
-}
-
-/* Copy the first `rows` token rows of a block, or every byte of it if that is all of them. */
-PC_INLINE void pc_copy_block(const pc_geometry *geometry, const pc_slab *slab, int64_t src,
-                             int64_t dst, int64_t rows) {
-    if (rows == geometry->block_size)
-        memmove(slab->base + pc_block_offset(geometry, slab, dst),
-                slab->base + pc_block_offset(geometry, slab, src), (size_t)geometry->block_nbytes);
-    else
-        pc_copy_tokens(geometry, slab, src, 0, dst, 0, rows);
-}
-
-/* Move a whole block; id -1 on either side is the scratch block. */
-PC_INLINE void pc_move_block(const pc_geometry *geometry, const pc_slab *slab, uint8_t *scratch,
-                             int64_t src, int64_t dst) {
-    const uint8_t *from = src < 0 ? scratch : slab->base + pc_block_offset(geometry, slab, src);
-    uint8_t *to = dst < 0 ? scratch : slab->base + pc_block_offset(geometry, slab, dst);
-    memmove(to, from, (size_t)geometry->block_nbytes);
 }
 
 #endif

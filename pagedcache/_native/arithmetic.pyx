@@ -62,6 +62,8 @@ cdef extern from *:
         int64_t plane_nbytes
         int64_t scale_offset
         int64_t block_nbytes
+        int64_t token_groups
+        int64_t channel_nbytes
 
     ctypedef struct pc_address:
         int64_t data
@@ -182,7 +184,11 @@ def flat_write(int code, uint8_t[::1] data, int64_t scale_offset, int64_t num_va
 
 def block_geometry(int code, int layout, int64_t num_heads, int64_t block_size,
                    int64_t head_dim):
-    """Return the sizes of one block of one layer and kind as a dict of ints."""
+    """Return the sizes of one block of one layer and kind as a dict of ints.
+
+    ``token_groups``: groups along the tokens per head and channel, 0 where groups lie inside
+    rows; ``channel_nbytes``: scales of one of them for all channels.
+    """
     cdef pc_geometry g
     check_geometry(code, layout, num_heads, block_size, head_dim)
     pc_geometry_init(&g, code, layout, num_heads, block_size, head_dim)
@@ -193,12 +199,17 @@ def block_geometry(int code, int layout, int64_t num_heads, int64_t block_size,
         "plane_nbytes": g.plane_nbytes,
         "scale_offset": g.scale_offset,
         "block_nbytes": g.block_nbytes,
+        "token_groups": g.token_groups,
+        "channel_nbytes": g.channel_nbytes,
     }
 
 
 def row_address(int code, int layout, int64_t num_heads, int64_t block_size, int64_t head_dim,
                 int64_t block_stride_nbytes, int64_t block, int64_t head, int64_t offset):
-    """Return the byte offsets (data, scales) of one row in a slab."""
+    """Return the byte offsets (data, scales) of one row in a slab.
+
+    Where groups run along the tokens, scales is that of the row's token group and channel 0.
+    """
     cdef pc_geometry g
     cdef pc_address address
     check_geometry(code, layout, num_heads, block_size, head_dim)

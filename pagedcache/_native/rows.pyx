@@ -3,8 +3,8 @@
 """Slabs for native code: rows in, rows out, copies, with the GIL released.
 
 The door's checks (dtype, rank, byte order, finiteness) are in ``pagedcache.storage``; what would
-let an address leave a slab (codes, geometry, layer, shape, ids, slots) is checked here, by every
-call for itself and before it writes a byte.
+let an address leave a slab (codes, geometry, layer, shape, places, slots) is checked here, by
+every call for itself and before it writes a byte.
 """
 from cpython.buffer cimport (
     PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
@@ -12,57 +12,20 @@ from cpython.buffer cimport (
 from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.stdlib cimport calloc, free, malloc
 
+from pagedcache._native.space cimport (
+    PC_E_FORMAT, PC_FORMAT_bfloat16, PC_FORMAT_float16, PC_FORMAT_float32, PC_NUM_FORMATS, PC_OK,
+    PC_OPEN, PC_SEALED, pc_buffer_values, pc_copy_block, pc_copy_tokens, pc_dtype_nbytes,
+    pc_find_nonfinite, pc_geometry, pc_load_rows, pc_move_block, pc_num_places, pc_open_slab,
+    pc_rows, pc_slab, pc_space, pc_space_check, pc_space_init, pc_store_rows,
+)
 from pagedcache.errors import (
     BlockError, FormatError, InvalidArgumentError, InvalidPositionError, ShapeError, SlotError,
     StorageMemoryError,
 )
 
-cdef extern from "pagedcache/rows.h" nogil:
-    int PC_OK
-    int PC_E_FORMAT
-    int PC_NUM_FORMATS
-    int PC_FORMAT_float32
-    int PC_FORMAT_float16
-    int PC_FORMAT_bfloat16
-
-    ctypedef struct pc_geometry:
-        int64_t num_heads
-        int64_t block_size
-        int64_t head_dim
-        int64_t block_nbytes
-
-    ctypedef struct pc_slab:
-        uint8_t *base
-        int64_t block_stride
-
-    ctypedef struct pc_rows:
-        uint8_t *base
-        int64_t token_stride
-        int64_t head_stride
-        int64_t value_stride
-        int dtype
-
-    int pc_geometry_check(int code, int layout, int64_t num_heads, int64_t block_size,
-                          int64_t head_dim)
-    void pc_geometry_init(pc_geometry *geometry, int code, int layout, int64_t num_heads,
-                          int64_t block_size, int64_t head_dim)
-    int64_t pc_dtype_nbytes(int dtype)
-    int pc_store_rows(const pc_geometry *geometry, const pc_slab *slab, const pc_rows *rows,
-                      const int64_t *slots, int64_t n, int policy, float *buffer)
-    void pc_load_rows(const pc_geometry *geometry, const pc_slab *slab, const int32_t *block_ids,
-                      int64_t first, const pc_rows *rows, int64_t n, float *buffer)
-    int64_t pc_find_nonfinite(const pc_rows *rows, int64_t n, int64_t num_heads,
-                              int64_t head_dim)
-    void pc_copy_tokens(const pc_geometry *geometry, const pc_slab *slab, int64_t src_block,
-                        int64_t src_offset, int64_t dst_block, int64_t dst_offset, int64_t count)
-    void pc_copy_block(const pc_geometry *geometry, const pc_slab *slab, int64_t src, int64_t dst,
-                       int64_t rows)
-    void pc_move_block(const pc_geometry *geometry, const pc_slab *slab, uint8_t *scratch,
-                       int64_t src, int64_t dst)
-
 
 cdef enum:
-    STACK_VALUES = 1024  # float32 rows up to this head_dim need no heap
+    STACK_VALUES = 2048  # float32 values of a buffer that needs no heap
 
 
 cdef int open_rows(object array, int dtype, int flags, Py_buffer *view, pc_rows *rows) except -1:
@@ -102,63 +65,92 @@ def find_nonfinite(array, int dtype):
     return index
 
 
-cdef class Slabs:
-    """The slabs of one kind (K or V), one per layer, all of one geometry.
+cdef object open_slab(object array, int64_t block_nbytes, str what, Py_buffer *view):
+    """Open the buffer of one slab, uint8 [n, block_nbytes]; the caller releases it."""
+    PyObject_GetBuffer(array, view, PyBUF_STRIDES | PyBUF_WRITABLE)
+    if (
+        view.ndim != 2 or view.itemsize != 1 or view.shape[1] != block_nbytes
+        or (view.strides[1] != 1 and view.shape[1] > 1)
+    ):
+        got = f"{[view.shape[i] for i in range(view.ndim)]}"
+        PyBuffer_Release(view)
+        raise ShapeError(f"[n, {block_nbytes}] bytes, dense inside a block", got, what)
 
-    ``arrays``: one uint8 ``[num_blocks, block_nbytes]`` per layer, writable, values of a block
-    adjacent; kept alive by this object. ``format_code``: row of the format table.
+
+cdef class Slabs:
+    """The slabs of one kind (K or V): sealed and open blocks of every layer (space.h).
+
+    ``sealed``: one uint8 ``[num_blocks, block_nbytes]`` per layer, writable, values of a block
+    adjacent; kept alive by this object. ``format_code``: row of the format table. ``opened``:
+    such arrays of the open slots, in the float format ``open_code``; an empty list for none.
+    Ids are places and slots are place-slots, but where a function says otherwise.
     """
 
-    cdef pc_geometry geometry
-    cdef pc_slab *slabs
+    cdef pc_space space
+    cdef pc_slab *slabs  # of a layer, one after the other: sealed, open
     cdef list arrays
-    cdef readonly int64_t num_blocks
     cdef readonly int num_layers
 
-    def __cinit__(self, list arrays, int format_code, int layout, int64_t num_heads,
-                  int64_t block_size, int64_t head_dim):
-        cdef Py_buffer view
-        cdef int layer
-        cdef int status = pc_geometry_check(format_code, layout, num_heads, block_size, head_dim)
+    def __cinit__(self, list sealed, int format_code, int layout, int64_t num_heads,
+                  int64_t block_size, int64_t head_dim, list opened=None, int open_code=0):
+        cdef int status = pc_space_check(format_code, open_code, layout, num_heads, block_size,
+                                         head_dim)
         if status == PC_E_FORMAT:
-            raise FormatError(f"a code below {PC_NUM_FORMATS}", format_code, "format code")
+            raise FormatError(f"a code below {PC_NUM_FORMATS}, and that of a float format to open",
+                              (format_code, open_code), "format code")
         if status != PC_OK:
             raise InvalidArgumentError(
                 f"no block has layout {layout}, {num_heads} heads, {block_size} tokens and "
                 f"{head_dim} values per head")
-        arrays = list(arrays)             # kept alive below, whatever happens to the caller's list
-        pc_geometry_init(&self.geometry, format_code, layout,
-                         num_heads, block_size, head_dim)
-        self.num_layers = <int> len(arrays)
-        self.slabs = <pc_slab *> calloc(<size_t> self.num_layers, sizeof(pc_slab))
+        self.arrays = [list(sealed), list(opened or ())]  # kept, whatever becomes of the lists
+        pc_space_init(&self.space, format_code, open_code, layout, num_heads, block_size,
+                      head_dim, 0, 0)
+        self.num_layers = <int> len(self.arrays[0])
+        if self.arrays[1] and len(self.arrays[1]) != self.num_layers:
+            raise ShapeError(f"{self.num_layers} arrays", len(self.arrays[1]), "open slabs")
+        self.slabs = <pc_slab *> calloc(<size_t> self.num_layers, 2 * sizeof(pc_slab))
         if self.slabs == NULL:
-            raise StorageMemoryError(self.num_layers * sizeof(pc_slab), "slab descriptors")
-        for layer, array in enumerate(arrays):
-            PyObject_GetBuffer(array, &view, PyBUF_STRIDES | PyBUF_WRITABLE)
-            try:
-                if (
-                    view.ndim != 2 or view.itemsize != 1
-                    or view.shape[1] != self.geometry.block_nbytes
-                    or (view.strides[1] != 1 and view.shape[1] > 1)
-                    or (layer > 0 and view.shape[0] != self.num_blocks)
-                ):
-                    raise ShapeError(
-                        f"[num_blocks, {self.geometry.block_nbytes}] bytes, dense inside a block",
-                        f"{[view.shape[i] for i in range(view.ndim)]}", f"slab of layer {layer}")
-                self.num_blocks = view.shape[0]
-                self.slabs[layer].base = <uint8_t *> view.buf
-                self.slabs[layer].block_stride = view.strides[0]
-            finally:
+            raise StorageMemoryError(self.num_layers * 2 * sizeof(pc_slab), "slab descriptors")
+        self.space.num_blocks = self.describe(PC_SEALED, "slab of layer")
+        self.space.num_open = self.describe(PC_OPEN, "open slab of layer")
+
+    cdef int64_t describe(self, int where, str what) except -1:
+        """Take over address and stride of the slabs of one side; returns their length."""
+        cdef Py_buffer view
+        cdef int layer
+        cdef int64_t length = 0
+        for layer, array in enumerate(self.arrays[where]):
+            open_slab(array, self.space.geometry[where].block_nbytes, f"{what} {layer}", &view)
+            if layer > 0 and view.shape[0] != length:
                 PyBuffer_Release(&view)
-        self.arrays = arrays
+                raise ShapeError(f"{length} blocks", view.shape[0], f"{what} {layer}")
+            length = view.shape[0]
+            if where == PC_OPEN:
+                self.slabs[2 * layer + 1] = pc_open_slab(&self.space, <uint8_t *> view.buf,
+                                                         view.strides[0])
+            else:
+                self.slabs[2 * layer].base = <uint8_t *> view.buf
+                self.slabs[2 * layer].block_stride = view.strides[0]
+            PyBuffer_Release(&view)
+        return length
 
     def __dealloc__(self):
         free(self.slabs)
 
     @property
+    def num_blocks(self):
+        """Sealed blocks; the places from here on are open slots."""
+        return self.space.num_blocks
+
+    @property
+    def num_places(self):
+        """Sealed blocks and open slots."""
+        return pc_num_places(&self.space)
+
+    @property
     def block_nbytes(self):
-        """Bytes of one block in one layer, padding included."""
-        return self.geometry.block_nbytes
+        """Bytes of one sealed block in one layer, padding included."""
+        return self.space.geometry[PC_SEALED].block_nbytes
 
     cdef int check_layer(self, int64_t layer) except -1:
         if not 0 <= layer < self.num_layers:
@@ -166,42 +158,83 @@ cdef class Slabs:
         return 0
 
     cdef int check_shape(self, Py_buffer *view, int64_t num_tokens) except -1:
+        cdef pc_geometry *geometry = &self.space.geometry[PC_SEALED]
         if (
-            view.shape[0] != num_tokens or view.shape[1] != self.geometry.num_heads
-            or view.shape[2] != self.geometry.head_dim
+            view.shape[0] != num_tokens or view.shape[1] != geometry.num_heads
+            or view.shape[2] != geometry.head_dim
         ):
             raise ShapeError(
-                [num_tokens, self.geometry.num_heads, self.geometry.head_dim],
+                [num_tokens, geometry.num_heads, geometry.head_dim],
                 [view.shape[0], view.shape[1], view.shape[2]], "rows")
         return 0
 
     def check_slots(self, const int64_t[::1] slots, int64_t low=-1):
-        """Raise SlotError for the first slot outside ``low … num_blocks * block_size - 1``."""
+        """Raise SlotError for the first slot outside ``low … num_places * block_size - 1``."""
         cdef int64_t i, n = slots.shape[0]
-        cdef int64_t end = self.num_blocks * self.geometry.block_size
+        cdef int64_t end = pc_num_places(&self.space) * self.space.geometry[PC_SEALED].block_size
         for i in range(n):
             if slots[i] < low or slots[i] >= end:
                 raise SlotError(slots[i], f"outside {low}…{end - 1} (index {i} of the mapping)")
 
-    def check_ids(self, const int32_t[::1] ids, int64_t low=0):
-        """Raise BlockError for the first id outside ``low … num_blocks - 1``."""
-        cdef int64_t i, n = ids.shape[0]
+    def check_store(self, const int64_t[::1] slots):
+        """Raise SlotError unless :meth:`store` may write these slots.
+
+        They are in range, and where groups run along the tokens, those of a sealed block are
+        all of that block's, in order.
+        """
+        cdef int64_t i = 0, j, size = self.space.geometry[PC_SEALED].block_size
+        cdef int64_t n = slots.shape[0], sealed = self.space.num_blocks * size
+        self.check_slots(slots)
+        if not self.space.geometry[PC_SEALED].token_groups:
+            return
+        while i < n:
+            if slots[i] < 0 or slots[i] >= sealed:
+                i += 1
+                continue
+            for j in range(size):
+                if slots[i] % size != 0 or i + j >= n or slots[i + j] != slots[i] + j:
+                    raise SlotError(
+                        slots[i], "a block whose scales run along its tokens is written whole: "
+                        f"all {size} slots of it, in order (index {i} of the mapping)")
+            i += size
+
+    def check_places(self, const int32_t[::1] places):
+        """Raise BlockError for the first place outside ``0 … num_places - 1``."""
+        cdef int64_t i, n = places.shape[0], end = pc_num_places(&self.space)
         for i in range(n):
-            if ids[i] < low or ids[i] >= self.num_blocks:
-                raise BlockError(ids[i], f"outside {low}…{self.num_blocks - 1} (index {i})")
+            if places[i] < 0 or places[i] >= end:
+                raise BlockError(places[i], f"outside 0…{end - 1} (index {i})")
 
     def check_copies(self, const int32_t[::1] src, const int32_t[::1] dst,
                      const int32_t[::1] rows):
         """Raise ShapeError, BlockError or InvalidPositionError unless :meth:`copy` may run."""
-        cdef int64_t i, n = rows.shape[0]
+        cdef int64_t i, n = rows.shape[0], size = self.space.geometry[PC_SEALED].block_size
+        cdef bint whole = self.space.geometry[PC_SEALED].token_groups > 0
         check_lengths(src.shape[0], dst.shape[0], "src and dst")
         check_lengths(src.shape[0], n, "src and rows")
-        self.check_ids(src)
-        self.check_ids(dst)
+        self.check_places(src)
+        self.check_places(dst)
         for i in range(n):
-            if rows[i] < 0 or rows[i] > self.geometry.block_size:
-                raise InvalidPositionError(rows[i], self.geometry.block_size,
-                                           f"token rows of copy {i}")
+            if rows[i] < 0 or rows[i] > size:
+                raise InvalidPositionError(rows[i], size, f"token rows of copy {i}")
+            if whole and 0 < rows[i] < size and dst[i] < self.space.num_blocks:
+                raise InvalidPositionError(
+                    rows[i], size, f"token rows of copy {i}: a block whose scales run along its "
+                    "tokens is written whole")
+
+    def check_copy_tokens(self, const int64_t[::1] src, const int64_t[::1] dst):
+        """Raise ShapeError, SlotError or FormatError unless :meth:`copy_tokens` may run."""
+        cdef int64_t i, n = dst.shape[0]
+        cdef int64_t sealed = self.space.num_blocks * self.space.geometry[PC_SEALED].block_size
+        check_lengths(src.shape[0], n, "src and dst")
+        self.check_slots(src, 0)
+        self.check_slots(dst, 0)
+        if self.space.geometry[PC_SEALED].token_groups:
+            for i in range(n):
+                if dst[i] < sealed:
+                    raise FormatError("an open block, or copies of whole blocks, as scales run "
+                                      "along the tokens", f"slot {dst[i]} of a sealed block",
+                                      f"dst of copy {i}")
 
     def store(self, int64_t layer, array, int dtype, const int64_t[::1] slots, int policy):
         """Store ``array[i]`` (3-D, as integers) at the slots; -1 skips a token.
@@ -218,11 +251,11 @@ cdef class Slabs:
         open_rows(array, dtype, 0, &view, &rows)
         try:
             self.check_shape(&view, n)
-            self.check_slots(slots)
+            self.check_store(slots)
             if n > 0:
-                buffer = self.row_buffer(small)
+                buffer = self.buffer(small)
                 with nogil:
-                    status = pc_store_rows(&self.geometry, &self.slabs[layer], &rows, &slots[0],
+                    status = pc_store_rows(&self.space, &self.slabs[2 * layer], &rows, &slots[0],
                                            n, policy, buffer)
         finally:
             if buffer != small:
@@ -230,8 +263,8 @@ cdef class Slabs:
             PyBuffer_Release(&view)
         return status
 
-    def load(self, int64_t layer, const int32_t[::1] block_ids, int64_t first, array, int dtype):
-        """Fill ``array`` (3-D, as integers) with tokens ``first …`` of the ids."""
+    def load(self, int64_t layer, const int32_t[::1] places, int64_t first, array, int dtype):
+        """Fill ``array`` (3-D, as integers) with tokens ``first …`` of the places."""
         cdef Py_buffer view
         cdef pc_rows rows
         cdef float small[STACK_VALUES]
@@ -242,63 +275,85 @@ cdef class Slabs:
         try:
             n = view.shape[0]
             self.check_shape(&view, n)
-            available = block_ids.shape[0] * self.geometry.block_size
+            available = places.shape[0] * self.space.geometry[PC_SEALED].block_size
             if first < 0 or first > available or n > available - first:
                 raise InvalidPositionError(first, available, f"{n} tokens from there on")
-            self.check_ids(block_ids)
+            self.check_places(places)
             if n > 0:
-                buffer = self.row_buffer(small)
+                buffer = self.buffer(small)
                 with nogil:
-                    pc_load_rows(&self.geometry, &self.slabs[layer], &block_ids[0], first, &rows,
+                    pc_load_rows(&self.space, &self.slabs[2 * layer], &places[0], first, &rows,
                                  n, buffer)
         finally:
             if buffer != small:
                 free(buffer)
             PyBuffer_Release(&view)
 
-    cdef float *row_buffer(self, float *small) except NULL:
-        """One float32 row for a whole call: the caller's stack, or the heap for long rows."""
+    cdef float *buffer(self, float *small) except NULL:
+        """What the loops need for a whole call: the caller's stack, or the heap if it is large."""
+        cdef int64_t values = pc_buffer_values(&self.space)
         cdef float *buffer
-        if self.geometry.head_dim <= STACK_VALUES:
+        if values <= STACK_VALUES:
             return small
-        buffer = <float *> malloc(<size_t> self.geometry.head_dim * sizeof(float))
+        buffer = <float *> malloc(<size_t> values * sizeof(float))
         if buffer == NULL:
-            raise StorageMemoryError(self.geometry.head_dim * sizeof(float), "a row buffer")
+            raise StorageMemoryError(values * sizeof(float), "a row buffer")
         return buffer
 
     def copy(self, const int32_t[::1] src, const int32_t[::1] dst, const int32_t[::1] rows):
-        """Copy the first ``rows[i]`` token rows of block ``src[i]`` to ``dst[i]``, every layer."""
+        """Copy the first ``rows[i]`` token rows of block ``src[i]`` to ``dst[i]``, every layer.
+
+        From an open to a sealed place the rows are quantised, the other way round read back.
+        """
+        cdef float small[STACK_VALUES]
+        cdef float *buffer
         cdef int64_t i, n = src.shape[0]
         cdef int layer
         self.check_copies(src, dst, rows)
+        buffer = self.buffer(small)
         with nogil:
             for layer in range(self.num_layers):
                 for i in range(n):
-                    pc_copy_block(&self.geometry, &self.slabs[layer], src[i], dst[i], rows[i])
+                    pc_copy_block(&self.space, &self.slabs[2 * layer], src[i], dst[i], rows[i],
+                                  buffer)
+        if buffer != small:
+            free(buffer)
 
     def copy_tokens(self, const int64_t[::1] src, const int64_t[::1] dst):
-        """Copy the token at slot ``src[i]`` to slot ``dst[i]``, every layer."""
-        cdef int64_t i, n = src.shape[0], size = self.geometry.block_size
+        """Copy the token at slot ``src[i]`` to slot ``dst[i]``, every layer, as :meth:`copy`."""
+        cdef float small[STACK_VALUES]
+        cdef float *buffer
+        cdef int64_t i, n = src.shape[0], size = self.space.geometry[PC_SEALED].block_size
         cdef int layer
-        check_lengths(n, dst.shape[0], "src and dst")
-        self.check_slots(src, 0)
-        self.check_slots(dst, 0)
+        self.check_copy_tokens(src, dst)
+        buffer = self.buffer(small)
         with nogil:
             for layer in range(self.num_layers):
                 for i in range(n):
-                    pc_copy_tokens(&self.geometry, &self.slabs[layer], src[i] // size,
-                                   src[i] % size, dst[i] // size, dst[i] % size, 1)
+                    pc_copy_tokens(&self.space, &self.slabs[2 * layer], src[i] // size,
+                                   src[i] % size, dst[i] // size, dst[i] % size, 1, buffer)
+        if buffer != small:
+            free(buffer)
 
     def move(self, const int32_t[::1] src, const int32_t[::1] dst, uint8_t[::1] scratch):
-        """Move whole blocks in every layer; id -1 is ``scratch`` (at least block_nbytes)."""
+        """Move whole sealed blocks in every layer; -1 is ``scratch`` (at least block_nbytes)."""
         cdef int64_t i, n = src.shape[0]
         cdef int layer
-        if scratch.shape[0] < self.geometry.block_nbytes:
-            raise ShapeError(f"{self.geometry.block_nbytes} bytes", scratch.shape[0], "scratch")
+        if scratch.shape[0] < self.space.geometry[PC_SEALED].block_nbytes:
+            raise ShapeError(f"{self.space.geometry[PC_SEALED].block_nbytes} bytes",
+                             scratch.shape[0], "scratch")
         check_lengths(n, dst.shape[0], "src and dst")
-        self.check_ids(src, -1)
-        self.check_ids(dst, -1)
+        self.check_moved(src)
+        self.check_moved(dst)
         with nogil:
             for layer in range(self.num_layers):
                 for i in range(n):
-                    pc_move_block(&self.geometry, &self.slabs[layer], &scratch[0], src[i], dst[i])
+                    pc_move_block(&self.space.geometry[PC_SEALED], &self.slabs[2 * layer],
+                                  &scratch[0], src[i], dst[i])
+
+    cdef int check_moved(self, const int32_t[::1] ids) except -1:
+        cdef int64_t i, n = ids.shape[0]
+        for i in range(n):
+            if ids[i] < -1 or ids[i] >= self.space.num_blocks:
+                raise BlockError(ids[i], f"outside -1…{self.space.num_blocks - 1} (index {i})")
+        return 0

@@ -9,6 +9,14 @@ Numbers: float32 rows are rounded straight to the stored format; float16 and bfl
 widened to float32 first, which is exact. Reading goes through float32 in the same way. A row
 whose dtype is the stored one is copied bit for bit in both directions, NaN payloads included.
 
+Places: a block's bytes lie at a place, int32. ``0 … num_blocks - 1`` are the blocks in their own
+format, by id (sealed); ``num_blocks + i`` is open slot ``i``, which keeps a block in a float
+format until it can be quantised (``spec.open_format``). A slot is ``place * block_size + offset``.
+Without open slots places are block ids. Sealed blocks whose groups run along the tokens (q4k) are
+written whole. What an open slot holds for a quantised format is finite and within the range of
+its float format: NaN and Inf are refused or saturated as by that format, by groups of 32 values
+of the row.
+
 ``queue`` is what :meth:`Storage.queue` made of the caller's stream; None on the CPU.
 """
 
@@ -23,6 +31,7 @@ from pagedcache.arguments import as_count, as_integer, as_layer
 from pagedcache.arrays import as_ids, as_slots, row_format
 from pagedcache.errors import (
     DeviceError,
+    FormatError,
     InvalidArgumentError,
     InvalidPositionError,
     ShapeError,
@@ -36,20 +45,31 @@ RAISE = NONFINITE_POLICIES["raise"]
 
 
 class Storage(ABC):
-    """K and V of ``spec.num_layers`` layers for ``num_blocks`` blocks, on one device."""
+    """K and V of ``spec.num_layers`` layers for ``num_blocks`` blocks and ``num_open`` open slots,
+    on one device.
+
+    Raises :class:`InvalidArgumentError` for open slots where ``spec.open_blocks`` is None.
+    """
 
     #: Whether work is queued on streams, so that it has to be ordered between them.
     ordered = False
 
-    def __init__(self, spec: CacheSpec, num_blocks: int) -> None:
+    def __init__(self, spec: CacheSpec, num_blocks: int, num_open: int = 0) -> None:
         self.spec = spec
         self.num_blocks = as_count(num_blocks, "num_blocks", least=1, most=2**31 - 1)
+        self.num_open = as_count(num_open, "num_open", most=2**31 - 1 - self.num_blocks)
+        spec.storage_nbytes(num_blocks, num_open)  # raises where the spec has no open blocks
         self._formats = {"k": spec.k_format, "v": spec.v_format}
 
     @property
+    def num_places(self) -> int:
+        """Blocks and open slots: places are below this."""
+        return self.num_blocks + self.num_open
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all blocks in all layers, K and V, padding included."""
-        return self.spec.storage_nbytes(self.num_blocks)
+        """Bytes of all blocks and open slots in all layers, K and V, padding included."""
+        return self.spec.storage_nbytes(self.num_blocks, self.num_open)
 
     # ---- rows in -------------------------------------------------------------------------
 
@@ -71,7 +91,7 @@ class Storage(ABC):
 
         Raises :class:`FormatError`, :class:`ShapeError` or :class:`DeviceError`, and
         :class:`NonFiniteError` when a quantised format is to hold NaN or Inf under
-        ``on_nonfinite="raise"``; float formats hold both.
+        ``on_nonfinite="raise"``, also where they go to open slots; float formats hold both.
         """
         self._open()
         layer = as_layer(layer, self.spec.num_layers)
@@ -102,9 +122,10 @@ class Storage(ABC):
     ) -> None:
         """Store token ``i`` of ``k`` and ``v`` (from :meth:`check_rows`) at ``slots[i]``.
 
-        ``slots``: int64 ``[num_tokens]``, ``block_id * block_size + offset``; -1 skips a token.
-        Slots out of range raise :class:`SlotError` before any byte is written; whether they
-        may be written at all is the caller's to know. ``mapping``: an object that has the same
+        ``slots``: int64 ``[num_tokens]``, ``place * block_size + offset``; -1 skips a token.
+        Slots out of range, and those of a sealed block that is to be written whole and is not
+        (all its slots, in order), raise :class:`SlotError` before any byte is written; whether
+        they may be written at all is the caller's to know. ``mapping``: an object that has the same
         slots in every call it is given to, so that a device keeps its copy of them.
         """
         self._open()
@@ -120,7 +141,7 @@ class Storage(ABC):
     def gather(
         self,
         layer: int,
-        block_ids: Array,
+        places: Array,
         start: int,
         stop: int,
         dtype: Any = None,
@@ -130,18 +151,18 @@ class Storage(ABC):
     ) -> tuple[Any, Any]:
         """Read tokens ``start … stop-1`` and return K and V as ``[stop - start, heads, head_dim]``.
 
-        ``block_ids``: int32, the blocks that hold the tokens from position
+        ``places``: int32, where the blocks are that hold the tokens from position
         ``start // block_size * block_size`` on, in token order. ``dtype``: float32, float16 or
         bfloat16; by default that of ``out_k``, or float32. ``out_k`` and ``out_v`` may have any
         strides; they are made where they are None. No slot outside the range is read.
 
-        Raises :class:`InvalidPositionError`, :class:`BlockError` (an id out of range), or
+        Raises :class:`InvalidPositionError`, :class:`BlockError` (a place out of range), or
         :class:`ShapeError` / :class:`FormatError` for an unusable ``out``.
         """
         self._open()
         layer = as_layer(layer, self.spec.num_layers)
         first, num_tokens = self._range(start, stop)
-        ids = as_ids(block_ids)
+        ids = as_ids(places, "places")
         available = len(ids) * self.spec.block_size
         if not num_tokens:
             first = 0  # an empty range needs no block
@@ -157,9 +178,12 @@ class Storage(ABC):
     def copy_blocks(self, src: Array, dst: Array, rows: Array, queue: Any = None) -> None:
         """Copy blocks in every layer, K and V: pair i copies ``src[i]`` to ``dst[i]``, in order.
 
-        ``rows[i]`` (int32, 0…block_size): how many of the first token rows; ``block_size``
-        copies every byte of the block, fewer rows only their quants and scales. Raises
-        :class:`BlockError` or :class:`InvalidPositionError` before any byte moves.
+        ``src``, ``dst``: int32 places. ``rows[i]`` (int32, 0…block_size): how many of the first
+        token rows; ``block_size`` copies every byte of the block, fewer rows only their quants
+        and scales. From an open to a sealed place the rows are quantised (finite values, so
+        nothing is refused), the other way round they are read back and rounded. Raises
+        :class:`BlockError` or :class:`InvalidPositionError` before any byte moves; the latter
+        also for a part of a sealed block that is to be written whole.
         """
         self._open()
         self._copy_blocks(as_ids(src, "src"), as_ids(dst, "dst"), as_ids(rows, "rows"), queue)
@@ -167,14 +191,16 @@ class Storage(ABC):
     def copy_tokens(self, src: Array, dst: Array, queue: Any = None) -> None:
         """Copy single tokens, slot to slot (int64), in every layer, K and V, in order.
 
-        Moves the quants and scales of those tokens and no other byte. Raises
-        :class:`SlotError` before any byte moves.
+        Moves the quants and scales of those tokens and no other byte; between open and sealed
+        slots as :meth:`copy_blocks`. Raises :class:`SlotError`, and :class:`FormatError` for a
+        target in a sealed block that is to be written whole, before any byte moves.
         """
         self._open()
         self._copy_tokens(as_slots(src, "src"), as_slots(dst, "dst"), queue)
 
     def move_blocks(self, moves: Array, queue: Any = None) -> None:
-        """Move whole blocks in every layer, K and V: int32 ``[n, 2]`` of (src, dst), in order.
+        """Move whole sealed blocks in every layer, K and V: int32 ``[n, 2]`` of (src, dst) ids,
+        in order.
 
         Id -1 is a scratch block that lives for this call, so that cycles can be turned.
         Raises :class:`BlockError` before any byte moves.
@@ -219,19 +245,24 @@ class Storage(ABC):
     def slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> Any:
         """Return a whole slab without a copy: ``[num_blocks, *shape of block_array]``."""
 
+    def open_slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> Any:
+        """Return all open slots without a copy: ``[num_open, *shape of block_array]``."""
+        raise FormatError("storage on the CPU", "another device", "open blocks")
+
     @abstractmethod
     def block_array(
-        self, layer: int, kind: Kind, block_id: int, *, writable: bool = False, queue: Any = None
+        self, layer: int, kind: Kind, place: int, *, writable: bool = False, queue: Any = None
     ) -> Any:
         """Return one block's array over the storage itself, without a copy.
 
-        Float formats: the layout's shape and the format's dtype; quantised formats: uint8
-        ``[block_nbytes]``. Read-only unless ``writable``. It keeps the memory alive, not the
-        block: pin the block as long as the array is used. ``queue``: where its values are.
+        Float formats, and those of open places: the layout's shape and the format's dtype;
+        quantised formats: uint8 ``[block_nbytes]``. Read-only unless ``writable``. It keeps the
+        memory alive, not the block: pin the block as long as the array is used. ``queue``:
+        where its values are.
         """
 
     @abstractmethod
-    def fill_blocks(self, block_ids: Array, byte: int, queue: Any = None) -> None:
+    def fill_blocks(self, places: Array, byte: int, queue: Any = None) -> None:
         """Set every byte of whole blocks in every layer, K and V (zero or poison)."""
 
     @abstractmethod
@@ -279,8 +310,8 @@ class Storage(ABC):
 
     # ---- order between streams: nothing to do where calls are done when they return ------
 
-    def acquire(self, block_ids: Array, queue: Any, writing: bool) -> None:
-        """Order ``queue`` after the work of other streams on these blocks: their writes, and
+    def acquire(self, places: Array, queue: Any, writing: bool) -> None:
+        """Order ``queue`` after the work of other streams on these places: their writes, and
         where it will write, their reads too."""
         return
 
@@ -289,8 +320,8 @@ class Storage(ABC):
         asked for before :meth:`acquire`."""
         return None
 
-    def publish(self, block_ids: Array, queue: Any = None, writing: bool = False) -> None:
-        """Make the work on these blocks waitable: with ``queue``, also work of the caller's own
+    def publish(self, places: Array, queue: Any = None, writing: bool = False) -> None:
+        """Make the work on these places waitable: with ``queue``, also work of the caller's own
         that was queued on it."""
         return
 

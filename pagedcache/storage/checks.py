@@ -1,11 +1,17 @@
-"""Ids, slots and copies inside their ranges, checked on arrays: for storages whose bytes are moved
-elsewhere than in ``_native.rows``, which checks for itself. The errors are the same."""
+"""Places, slots and copies inside their ranges, checked on arrays: for storages whose bytes are
+moved elsewhere than in ``_native.rows``, which checks for itself. The errors are the same."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from pagedcache.errors import BlockError, InvalidPositionError, ShapeError, SlotError
+from pagedcache.errors import (
+    BlockError,
+    FormatError,
+    InvalidPositionError,
+    ShapeError,
+    SlotError,
+)
 from pagedcache.storage.slabs import Array
 
 
@@ -22,6 +28,45 @@ def check_ids(ids: Array, num_blocks: int, low: int = 0) -> None:
     index = _first_outside(ids, low, num_blocks)
     if index >= 0:
         raise BlockError(int(ids[index]), f"outside {low}…{num_blocks - 1} (index {index})")
+
+
+def check_whole(slots: Array, num_blocks: int, block_size: int) -> None:
+    """Raise :class:`SlotError` unless slots of sealed blocks are all those of a block, in order:
+    for formats whose groups run along the tokens. The slots are in range."""
+    sealed = np.flatnonzero((slots >= 0) & (slots < num_blocks * block_size))
+    at = 0
+    while at < len(sealed):
+        index = int(sealed[at])
+        first = int(slots[index])
+        run = slots[index : index + block_size]
+        if first % block_size or not np.array_equal(run, first + np.arange(block_size)):
+            reason = (
+                "a block whose scales run along its tokens is written whole: all "
+                f"{block_size} slots of it, in order (index {index} of the mapping)"
+            )
+            raise SlotError(first, reason)
+        at += block_size
+
+
+def check_whole_copies(dst: Array, rows: Array, num_blocks: int, block_size: int) -> None:
+    """Raise :class:`InvalidPositionError` for a copy of a part of a block into a sealed one, for
+    formats whose groups run along the tokens."""
+    index = _first((rows > 0) & (rows < block_size) & (dst < num_blocks))
+    if index >= 0:
+        reason = (
+            f"token rows of copy {index}: a block whose scales run along its tokens is written "
+            "whole"
+        )
+        raise InvalidPositionError(int(rows[index]), block_size, reason)
+
+
+def check_open_targets(dst: Array, num_blocks: int, block_size: int) -> None:
+    """Raise :class:`FormatError` for a token copied into a sealed block, for such formats."""
+    index = _first(dst < num_blocks * block_size)
+    if index >= 0:
+        expected = "an open block, or copies of whole blocks, as scales run along the tokens"
+        got = f"slot {int(dst[index])} of a sealed block"
+        raise FormatError(expected, got, f"dst of copy {index}")
 
 
 def check_copies(src: Array, dst: Array, rows: Array, num_blocks: int, block_size: int) -> None:
@@ -57,6 +102,11 @@ def independent(src: Array, dst: Array) -> bool:
     if len(src) == 1:
         return bool(src[0] != dst[0])
     return len(np.unique(dst)) == len(dst) and not np.isin(dst, src).any()
+
+
+def _first(wrong: Array) -> int:
+    found = np.flatnonzero(wrong)
+    return int(found[0]) if len(found) else -1
 
 
 def _first_outside(values: Array, low: int, end: int) -> int:

@@ -35,15 +35,18 @@ from pagedcache.storage.slabs import KINDS, Array, Kind
 
 
 class CpuStorage(Storage):
-    """K and V of every layer for ``num_blocks`` blocks.
+    """K and V of every layer for ``num_blocks`` blocks and ``num_open`` open slots.
 
     ``slabs=None`` takes zeroed, 64-byte aligned memory, one slab per layer and kind;
-    ``slabs=(k_slabs, v_slabs)`` adopts the caller's arrays (see :func:`slabs.adopt`).
+    ``slabs=(k_slabs, v_slabs)`` adopts the caller's arrays (see :func:`slabs.adopt`). Open slots
+    have memory of their own in both cases.
     Raises :class:`StorageMemoryError` when the memory cannot be had; nothing is kept then.
     """
 
-    def __init__(self, spec: CacheSpec, num_blocks: int, slabs: Any = None) -> None:
-        super().__init__(spec, num_blocks)
+    def __init__(
+        self, spec: CacheSpec, num_blocks: int, num_open: int = 0, slabs: Any = None
+    ) -> None:
+        super().__init__(spec, num_blocks, num_open)
         self.adopted = slabs is not None
         arrays = (
             slab_memory.adopt(spec, self.num_blocks, slabs)
@@ -51,7 +54,10 @@ class CpuStorage(Storage):
             else slab_memory.allocate(spec, self.num_blocks)
         )
         self._arrays: dict[Kind, list[Array]] | None = arrays
-        self._slabs: dict[Kind, Slabs] = {k: self._native(k, arrays[k]) for k in KINDS}
+        self._open_arrays = slab_memory.allocate_open(spec, self.num_open)
+        # The kind with the stricter checks comes first: what it lets pass, the other does too.
+        strict_first = sorted(KINDS, key=lambda kind: self._formats[kind].group_axis != "tokens")
+        self._slabs: dict[Kind, Slabs] = {k: self._native(k, arrays[k]) for k in strict_first}
         nbytes = max(spec.layer_block_nbytes(kind) for kind in KINDS)
         try:
             self._scratch = np.zeros(nbytes, np.uint8)
@@ -68,11 +74,14 @@ class CpuStorage(Storage):
             spec.num_kv_heads,
             spec.block_size,
             spec.head_dim,
+            [slab_memory.raw(slab) for slab in self._open_arrays[kind]],
+            spec.open_format(kind).code if spec.has_open_blocks else 0,
         )
 
     def close(self) -> None:
         """Let go of the slabs; their memory returns once no view holds it. Idempotent."""
         self._arrays = None
+        self._open_arrays = {"k": [], "v": []}
         self._slabs = {}
 
     def queue(self, stream: Any) -> None:
@@ -82,7 +91,8 @@ class CpuStorage(Storage):
 
     def __repr__(self) -> str:
         state = "closed" if self._arrays is None else f"{self.nbytes:,} bytes"
-        return f"<CpuStorage: {self.num_blocks} blocks, {state}>"
+        opened = f" and {self.num_open} open slots" if self.num_open else ""
+        return f"<CpuStorage: {self.num_blocks} blocks{opened}, {state}>"
 
     # ---- rows in -------------------------------------------------------------------------
 
@@ -106,16 +116,17 @@ class CpuStorage(Storage):
     def _apart(self, layer: int, rows: Array, queue: Any) -> Array:
         if rows.base is None and not self.adopted:
             return rows  # owns its memory, and the slabs are ours
-        arrays = self._arrays or {}
-        inside = any(np.may_share_memory(rows, slabs[layer]) for slabs in arrays.values())
+        both = [*(self._arrays or {}).values(), *self._open_arrays.values()]
+        inside = any(np.may_share_memory(rows, slabs[layer]) for slabs in both if slabs)
         return copied(rows, "rows that lie in the slabs") if inside else rows
 
     def _store(
         self, layer: int, k: Array, v: Array, slots: Array, policy: int, queue: Any, mapping: Any
     ) -> None:
-        slabs = self._open()
-        for kind, rows in zip(KINDS, (k, v), strict=True):
-            bad = slabs[kind].store(layer, _bits(rows), _code(rows), slots, policy)
+        pair = {"k": k, "v": v}
+        for kind, native in self._open().items():
+            rows = pair[kind]
+            bad = native.store(layer, _bits(rows), _code(rows), slots, policy)
             if bad:  # a value changed after check_rows, or nobody called it
                 refuse_nonfinite(kind, rows)
 
@@ -149,7 +160,7 @@ class CpuStorage(Storage):
         return filled(x, what)
 
     def dequantize_block(
-        self, layer: int, kind: Kind, block_id: int, length: int, dtype: Any = np.float32
+        self, layer: int, kind: Kind, place: int, length: int, dtype: Any = np.float32
     ) -> Array:
         """Return a copy of a block's first ``length`` tokens as ``dtype``, in the block's layout.
 
@@ -160,7 +171,7 @@ class CpuStorage(Storage):
         _, num_tokens = self._range(0, length)
         if num_tokens > self.spec.block_size:
             raise InvalidPositionError(num_tokens, self.spec.block_size, "tokens of one block")
-        ids = as_ids([block_id])
+        ids = as_ids([place])
         native = slabs[self._kind(kind)]
         fmt = row_format(dtype)
         heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
@@ -172,13 +183,16 @@ class CpuStorage(Storage):
         return block
 
     def block_array(
-        self, layer: int, kind: Kind, block_id: int, *, writable: bool = False, queue: Any = None
+        self, layer: int, kind: Kind, place: int, *, writable: bool = False, queue: Any = None
     ) -> Array:
         """One block's NumPy array over the slab; see :class:`Storage`."""
         native = self._open()[self._kind(kind)]
         slab = self.slab_array(layer, kind, writable=writable)
-        native.check_ids(as_ids([block_id]))
-        block: Array = slab[block_id]
+        native.check_places(as_ids([place], "places"))
+        if place >= self.num_blocks:
+            slab = self.open_slab_array(layer, kind, writable=writable)
+            place -= self.num_blocks
+        block: Array = slab[place]
         return block
 
     def slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> Array:
@@ -191,30 +205,49 @@ class CpuStorage(Storage):
         slab.flags.writeable = writable
         return slab
 
+    def open_slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> Array:
+        """Return all open slots without a copy: ``[num_open, *open_block_shape]``.
+
+        Raises :class:`InvalidArgumentError` for a spec without open blocks.
+        """
+        layer = as_layer(layer, self.spec.num_layers)
+        kind = self._kind(kind)
+        self._open()
+        if not self.num_open:
+            shape, dtype = slab_memory.shape_of_open_block(self.spec, kind)
+            return np.empty((0, *shape), dtype)
+        slab = lent(self._open_arrays[kind][layer].view())
+        slab.flags.writeable = writable
+        return slab
+
     # ---- copies --------------------------------------------------------------------------
 
     def _copy_blocks(self, src: Array, dst: Array, rows: Array, queue: Any) -> None:
-        slabs = self._open()
-        for kind in KINDS:
-            slabs[kind].copy(src, dst, rows)
+        for native in self._open().values():
+            native.copy(src, dst, rows)
 
-    def fill_blocks(self, block_ids: Array, byte: int, queue: Any = None) -> None:
+    def fill_blocks(self, places: Array, byte: int, queue: Any = None) -> None:
         """See :class:`Storage`."""
-        for kind, native in self._open().items():
-            native.check_ids(as_ids(block_ids))
+        slabs = self._open()
+        places = as_ids(places, "places")
+        slabs["k"].check_places(places)
+        sealed = places[places < self.num_blocks]
+        opened = places[places >= self.num_blocks] - self.num_blocks
+        for kind in KINDS:
             for slab in (self._arrays or {})[kind]:
-                slab_memory.raw(slab)[block_ids] = byte
+                slab_memory.raw(slab)[sealed] = byte
+            for slab in self._open_arrays[kind]:
+                slab_memory.raw(slab)[opened] = byte
 
     def _copy_tokens(self, src: Array, dst: Array, queue: Any) -> None:
-        slabs = self._open()
-        for kind in KINDS:
-            slabs[kind].copy_tokens(src, dst)
+        for native in self._open().values():
+            native.copy_tokens(src, dst)
 
     def _move_blocks(self, src: Array, dst: Array, queue: Any) -> None:
         slabs = self._open()
         with self._scratch_lock:
-            for kind in KINDS:
-                slabs[kind].move(src, dst, self._scratch)
+            for native in slabs.values():
+                native.move(src, dst, self._scratch)
 
 
 def filled(array: Any, what: str) -> Array:

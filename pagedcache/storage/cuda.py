@@ -57,8 +57,15 @@ class CudaStorage(CudaCopies):
     """
 
     def __init__(
-        self, spec: CacheSpec, num_blocks: int, ordinal: int = 0, slabs: Any = None
+        self,
+        spec: CacheSpec,
+        num_blocks: int,
+        ordinal: int = 0,
+        slabs: Any = None,
+        num_open: int = 0,
     ) -> None:
+        if num_open or spec.has_open_blocks:
+            raise FormatError("a format without open blocks on a GPU", repr(spec), "spec")
         super().__init__(spec, num_blocks, ordinal, slabs)
         self._kept: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
         self._kept_lock = threading.Lock()

@@ -19,24 +19,29 @@ Queues = dict[str, Any]
 
 
 def make_storage(
-    spec: CacheSpec, num_blocks: int, devices: Sequence[str], slabs: Any = None
+    spec: CacheSpec,
+    num_blocks: int,
+    devices: Sequence[str],
+    slabs: Any = None,
+    num_open: int = 0,
 ) -> CpuStorage | Any:
     """The storage of a cache whose layer ``i`` lives on ``devices[i]`` (``"cpu"``, ``"cuda:N"``).
 
     ``slabs``: ``(k_slabs, v_slabs)`` to adopt, one array per layer on the layer's device.
-    Raises what the storages raise; nothing is kept then.
+    ``num_open``: open slots, in memory taken here. Raises what the storages raise; nothing is kept
+    then.
     """
     if len(set(devices)) == 1:
-        return _one(spec, num_blocks, devices[0], slabs)
-    return PlacedStorage(spec, num_blocks, devices, slabs)
+        return _one(spec, num_blocks, devices[0], slabs, num_open)
+    return PlacedStorage(spec, num_blocks, devices, slabs, num_open)
 
 
-def _one(spec: CacheSpec, num_blocks: int, device: str, slabs: Any) -> Storage:
+def _one(spec: CacheSpec, num_blocks: int, device: str, slabs: Any, num_open: int) -> Storage:
     if device == "cpu":
-        return CpuStorage(spec, num_blocks, slabs)
+        return CpuStorage(spec, num_blocks, num_open, slabs)
     from pagedcache.storage.cuda import CudaStorage  # no driver is touched before this
 
-    return CudaStorage(spec, num_blocks, int(device.partition(":")[2]), slabs)
+    return CudaStorage(spec, num_blocks, int(device.partition(":")[2]), slabs, num_open)
 
 
 class PlacedStorage:
@@ -45,7 +50,12 @@ class PlacedStorage:
     ordered = True
 
     def __init__(
-        self, spec: CacheSpec, num_blocks: int, devices: Sequence[str], slabs: Any = None
+        self,
+        spec: CacheSpec,
+        num_blocks: int,
+        devices: Sequence[str],
+        slabs: Any = None,
+        num_open: int = 0,
     ) -> None:
         self.spec = spec
         self._devices = tuple(devices)
@@ -61,13 +71,18 @@ class PlacedStorage:
         for name in names:
             own = None if slabs is None else _part_of(slabs, devices, name, spec.num_layers)
             part = replace(spec, num_layers=counts[name])
-            self._parts[name] = _one(part, num_blocks, name, own)
-        self.num_blocks = num_blocks
+            self._parts[name] = _one(part, num_blocks, name, own, num_open)
+        self.num_blocks, self.num_open = num_blocks, num_open
+
+    @property
+    def num_places(self) -> int:
+        """See :class:`Storage`."""
+        return self.num_blocks + self.num_open
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks in all layers, K and V, padding included."""
-        return self.spec.storage_nbytes(self.num_blocks)
+        """Bytes of all blocks and open slots in all layers, K and V, padding included."""
+        return self.spec.storage_nbytes(self.num_blocks, self.num_open)
 
     def close(self) -> None:
         """Close every part."""
@@ -143,7 +158,7 @@ class PlacedStorage:
     def gather(
         self,
         layer: int,
-        block_ids: Array,
+        places: Array,
         start: int,
         stop: int,
         dtype: Any = None,
@@ -153,7 +168,7 @@ class PlacedStorage:
     ) -> tuple[Any, Any]:
         """See :class:`Storage`."""
         part, local, own = self._place(layer, queue)
-        return part.gather(local, block_ids, start, stop, dtype, out_k, out_v, own)
+        return part.gather(local, places, start, stop, dtype, out_k, out_v, own)
 
     def out_array(self, layer: int, x: Any, what: str) -> Any:
         """See :class:`Storage`."""
@@ -165,12 +180,17 @@ class PlacedStorage:
         part, local, _ = self._place(layer, None)
         return part.slab_array(local, kind, writable=writable)
 
+    def open_slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> Any:
+        """See :class:`Storage`."""
+        part, local, _ = self._place(layer, None)
+        return part.open_slab_array(local, kind, writable=writable)
+
     def block_array(
-        self, layer: int, kind: Kind, block_id: int, *, writable: bool = False, queue: Any = None
+        self, layer: int, kind: Kind, place: int, *, writable: bool = False, queue: Any = None
     ) -> Any:
         """See :class:`Storage`."""
         part, local, own = self._place(layer, queue)
-        return part.block_array(local, kind, block_id, writable=writable, queue=own)
+        return part.block_array(local, kind, place, writable=writable, queue=own)
 
     def on_layer(self, layer: int) -> tuple[Storage, int]:
         """The storage that holds a layer, and the layer's number there."""
@@ -203,26 +223,26 @@ class PlacedStorage:
                 _move_back(part, moves, (queue or {}).get(name))
             raise
 
-    def fill_blocks(self, block_ids: Array, byte: int, queue: Queues | None = None) -> None:
+    def fill_blocks(self, places: Array, byte: int, queue: Queues | None = None) -> None:
         """See :class:`Storage`."""
         for name, part in self._parts.items():
-            part.fill_blocks(block_ids, byte, (queue or {}).get(name))
+            part.fill_blocks(places, byte, (queue or {}).get(name))
 
-    def acquire(self, block_ids: Array, queue: Queues | None, writing: bool) -> None:
+    def acquire(self, places: Array, queue: Queues | None, writing: bool) -> None:
         """See :class:`Storage`."""
         for name, part in self._parts.items():
-            part.acquire(block_ids, (queue or {}).get(name), writing)
+            part.acquire(places, (queue or {}).get(name), writing)
 
     def turn(self, queue: Queues | None) -> Any:
         """See :class:`Storage`."""
         return [part.turn((queue or {}).get(name)) for name, part in self._parts.items()]
 
     def publish(
-        self, block_ids: Array, queue: Queues | None = None, writing: bool = False
+        self, places: Array, queue: Queues | None = None, writing: bool = False
     ) -> None:
         """See :class:`Storage`."""
         for name, part in self._parts.items():
-            part.publish(block_ids, (queue or {}).get(name), writing)
+            part.publish(places, (queue or {}).get(name), writing)
 
     def synchronize(self) -> None:
         """See :class:`Storage`."""

@@ -3,12 +3,14 @@
 A slab has two faces over the same bytes: ``typed``, the array a user would make
 (``[num_blocks, *block shape]`` of a float dtype, ``[num_blocks, block_nbytes]`` of uint8 for
 quantised formats), and ``raw``, always ``[num_blocks, block_nbytes]`` of uint8, which native
-code addresses. Bytes between the end of a plane's quants or scales and the next 16-byte
+code addresses. Open blocks have slabs of their own, ``[num_open, *block shape]`` of a float dtype,
+which are always made here. Bytes between the end of a plane's quants or scales and the next 16-byte
 boundary are padding: zero in slabs made here, and never written by a store.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -39,6 +41,11 @@ def shape_of_block(spec: CacheSpec, kind: Kind) -> tuple[tuple[int, ...], np.dty
     return spec.v_block_shape, spec.v_format.dtype
 
 
+def shape_of_open_block(spec: CacheSpec, kind: Kind) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of one open block's array."""
+    return spec.open_block_shape, spec.open_format(kind).dtype
+
+
 def allocate(spec: CacheSpec, num_blocks: int) -> dict[Kind, list[Array]]:
     """Return ``{"k": slabs, "v": slabs}``: one zeroed, 64-byte aligned slab per layer and kind.
 
@@ -46,25 +53,46 @@ def allocate(spec: CacheSpec, num_blocks: int) -> dict[Kind, list[Array]]:
     for at once first, so that too large a cache is refused here, with
     :class:`StorageMemoryError`, and not by the system when its blocks fill up.
     """
-    total = spec.storage_nbytes(num_blocks)
+    shapes = {kind: shape_of_block(spec, kind) for kind in KINDS}
     what = f"{num_blocks:,} blocks of K and V in {spec.num_layers} layers"
+    return _zeroed(spec, num_blocks, shapes, spec.storage_nbytes(num_blocks), what)
+
+
+def allocate_open(spec: CacheSpec, num_open: int) -> dict[Kind, list[Array]]:
+    """The same for ``num_open`` open blocks; no slabs for none.
+
+    Raises :class:`InvalidArgumentError` for open blocks where the spec has none.
+    """
+    total = spec.storage_nbytes(0, num_open)
+    if not num_open:
+        return {"k": [], "v": []}
+    shapes = {kind: shape_of_open_block(spec, kind) for kind in KINDS}
+    what = f"{num_open:,} open blocks of K and V in {spec.num_layers} layers"
+    return _zeroed(spec, num_open, shapes, total, what)
+
+
+def _zeroed(
+    spec: CacheSpec,
+    count: int,
+    shapes: dict[Kind, tuple[tuple[int, ...], np.dtype[Any]]],
+    total: int,
+    what: str,
+) -> dict[Kind, list[Array]]:
     try:
         np.empty(total, np.uint8)  # given back at once; never touched
         return {
-            kind: [_zeroed(spec, kind, num_blocks) for _ in range(spec.num_layers)]
-            for kind in KINDS
+            kind: [_slab(count, *shapes[kind]) for _ in range(spec.num_layers)] for kind in KINDS
         }
     except (MemoryError, ValueError, OverflowError):
         # numpy raises the latter two for sizes beyond the address space
         raise StorageMemoryError(total, what) from None
 
 
-def _zeroed(spec: CacheSpec, kind: Kind, num_blocks: int) -> Array:
-    nbytes = num_blocks * spec.layer_block_nbytes(kind)
+def _slab(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    nbytes = count * math.prod(shape) * dtype.itemsize
     memory = np.zeros(nbytes + ALIGNMENT - 1, np.uint8)
     skip = -memory.__array_interface__["data"][0] % ALIGNMENT
-    shape, dtype = shape_of_block(spec, kind)
-    return memory[skip : skip + nbytes].view(dtype).reshape(num_blocks, *shape)
+    return memory[skip : skip + nbytes].view(dtype).reshape(count, *shape)
 
 
 def share_host_memory(x: Any, what: str) -> Array:
