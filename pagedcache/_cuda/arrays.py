@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pagedcache._cuda import transfer
+from pagedcache.dlpack import CUDA, capsule_of
 from pagedcache.errors import (
-    CudaUnavailableError,
     DeviceError,
     FormatError,
     InvalidArgumentError,
@@ -20,8 +20,6 @@ from pagedcache.errors import (
 
 if TYPE_CHECKING:
     from pagedcache._cuda.driver import Device
-
-_CUDA = 2  # kDLCUDA
 
 
 class DeviceArray:
@@ -33,8 +31,10 @@ class DeviceArray:
     write to it.
 
     PyTorch, CuPy, Numba and PyCUDA take it by DLPack or ``__cuda_array_interface__`` without a
-    copy. Neither has a name for bfloat16 that NumPy knows: such an array is given as uint16, to be
-    viewed as bfloat16 on the other side. ``np.asarray(array)`` and :meth:`get` copy to the host.
+    copy. bfloat16 is given as such by DLPack; ``__cuda_array_interface__`` has no name for it and
+    says uint16, to be viewed as bfloat16 on the other side (for a library that reads DLPack and
+    knows no bfloat16, give it ``array.view(np.uint16)``). ``np.asarray(array)`` and :meth:`get`
+    copy to the host.
     """
 
     __slots__ = (
@@ -240,7 +240,7 @@ class DeviceArray:
         }
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _CUDA, self.gpu.ordinal
+        return CUDA, self.gpu.ordinal
 
     def __dlpack__(
         self,
@@ -250,44 +250,32 @@ class DeviceArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A DLPack capsule over this memory, made by cuda.core; bfloat16 as uint16.
+        """A DLPack capsule over this memory.
 
         ``stream``: the reader's, which is made to wait on the device for this array's own; None
-        is the legacy default stream, -1 none at all. Raises ``BufferError`` for another device,
-        for ``copy=True`` and for a reader that cannot keep a read-only array unwritten, and
-        ``CudaUnavailableError`` without cuda.core.
+        is the legacy default stream, -1 none at all. ``max_version``: the newest version of
+        DLPack that the reader knows. Raises ``BufferError`` for another device, for ``copy=True``
+        and for a reader from before 1.0, which cannot keep a read-only array unwritten.
         """
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"the array lies on {self.device}, not on {dl_device}")
         if copy:
             raise BufferError("the array is given without a copy only")
-        if self.readonly and (max_version is None or tuple(max_version) < (1, 0)):
-            raise BufferError("the array is read-only, which DLPack says from version 1.0 on")
-        if any(stride % self.itemsize for stride in self.strides):
-            raise BufferError("DLPack counts strides in elements")
         self.gpu.refuse_strangers()
-        view = self._strided_view()
+        # Made before streams are ordered: what is refused leaves no trace.
+        capsule = capsule_of(
+            self,
+            self.address,
+            self.shape,
+            self.strides,
+            self.dtype,
+            self.__dlpack_device__(),
+            max_version,
+            readonly=self.readonly,
+        )
         if stream != -1:
             transfer.order_after(self.gpu, self.stream, stream)
-        return view.__dlpack__(stream=-1, max_version=max_version)
-
-    def _strided_view(self) -> Any:
-        try:
-            from cuda.core import Buffer
-            from cuda.core.utils import StridedMemoryView
-        except ImportError as error:
-            raise CudaUnavailableError(
-                f"DLPack needs cuda.core ({error}): pip install 'pagedcache[cuda]'"
-            ) from None
-        low, high = self.span()
-        buffer = Buffer.from_handle(self.address, max(high - low, 1), owner=self)
-        return StridedMemoryView.from_buffer(
-            buffer,
-            shape=self.shape,
-            strides=tuple(stride // self.itemsize for stride in self.strides),
-            dtype=_known_dtype(self.dtype),
-            is_readonly=self.readonly,
-        )
+        return capsule
 
 
 def named_device(name: str) -> Device:

@@ -1,7 +1,7 @@
 """Arrays of other libraries that lie on a CUDA device, as ``DeviceArray`` over the same memory.
 
 Nothing is copied and no library is imported for it. Tensors of torch are read by their attributes;
-everything else by ``__cuda_array_interface__``, or by DLPack with the help of cuda.core.
+everything else by ``__cuda_array_interface__``, or by DLPack.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from pagedcache._cuda.arrays import DeviceArray
 from pagedcache._cuda.driver import Device, get_device, open_devices
 from pagedcache._cuda.transfer import wait_once
+from pagedcache.dlpack import CUDA, CUDA_MANAGED, borrow, place_of
 from pagedcache.errors import (
-    CudaUnavailableError,
     DeviceError,
     FormatError,
     InvalidArgumentError,
@@ -25,7 +25,6 @@ from pagedcache.errors import (
 )
 from pagedcache.foreign import is_tensor
 
-_DLPACK_DEVICES = {2, 13}  # kDLCUDA, kDLCUDAManaged
 _LEGACY, _PER_THREAD = 1, 2
 _UNKNOWN, _PINNED, _DEVICE, _MANAGED = range(4)  # kinds of pc_cuda_pointer
 
@@ -39,7 +38,8 @@ def as_device_array(x: Any, what: str, device: Device | None = None) -> DeviceAr
     array lies that does not say so.
 
     Raises ``FormatError`` for masked arrays and unusable descriptions, ``DeviceError`` for other
-    accelerators, and ``CudaUnavailableError`` where CUDA cannot be used here at all.
+    accelerators, and ``CudaUnavailableError`` where CUDA cannot be used here at all. bfloat16
+    comes as such from torch and by DLPack, and as uint16 by ``__cuda_array_interface__``.
     """
     if isinstance(x, DeviceArray):
         return x
@@ -50,7 +50,7 @@ def as_device_array(x: Any, what: str, device: Device | None = None) -> DeviceAr
     # A class's attribute would be found too; asking an object may run code of its library.
     try:
         interface = getattr(x, "__cuda_array_interface__", None)
-        place = None if interface is not None else _dlpack_place(x)
+        place = None if interface is not None else place_of(x)
     except PagedCacheError:
         raise
     except Exception as error:
@@ -58,7 +58,7 @@ def as_device_array(x: Any, what: str, device: Device | None = None) -> DeviceAr
         raise FormatError("an array", got, what) from error
     if interface is not None:
         return _from_interface(x, interface, what, device)
-    if place is None or place[0] not in _DLPACK_DEVICES:
+    if place is None or place[0] not in (CUDA, CUDA_MANAGED):
         return None
     return _from_dlpack(x, place[1], what)
 
@@ -103,10 +103,17 @@ def _from_tensor(x: Any, what: str) -> DeviceArray | None:
     if getattr(x, "layout", torch.strided) is not torch.strided:
         raise FormatError("a strided tensor", f"one of layout {x.layout}", what)
     dtype = _tensor_dtype(str(x.dtype).removeprefix("torch."), what)
+    if x.is_neg():  # its memory holds the negative of what it shows
+        got = "a lazily negated one"
+        raise FormatError("a tensor that holds its values (x.resolve_neg())", got, what)
+    try:
+        address = x.data_ptr()
+    except RuntimeError as error:  # a tensor of torch.func or torch.compile has no memory
+        raise FormatError("a tensor with memory of its own", f"none ({error})", what) from None
     ordinal = x.device.index or 0
     stream = torch.cuda.current_stream(x.device)
     return DeviceArray(
-        x.data_ptr(),
+        address,
         tuple(x.shape),
         tuple(step * dtype.itemsize for step in x.stride()),
         dtype,
@@ -188,40 +195,27 @@ def _producer(stream: Any, device: Device, what: str) -> int | None:
 # ---- DLPack ----------------------------------------------------------------------------------
 
 
-def _dlpack_place(x: Any) -> tuple[int, int] | None:
-    ask = getattr(x, "__dlpack_device__", None)
-    if ask is None or not hasattr(x, "__dlpack__"):
-        return None
-    kind, ordinal = ask()
-    return int(kind), int(ordinal)
-
-
 def _from_dlpack(x: Any, ordinal: int, what: str) -> DeviceArray:
     device = get_device(ordinal)
     try:
-        from cuda.core.utils import StridedMemoryView
-    except ImportError as error:
-        raise CudaUnavailableError(
-            f"{what}: DLPack needs cuda.core ({error}): pip install 'pagedcache[cuda]'"
-        ) from None
-    try:
         # The producer has the legacy default stream wait for it; ours then waits for that.
-        view = StridedMemoryView.from_dlpack(x, _LEGACY)
-        dtype = np.dtype(view.dtype)
+        taken, dtype = borrow(x, _LEGACY)
     except PagedCacheError:
         raise
     except Exception as error:  # code of the producer's own
         got = f"{type(x).__name__}, of which none is to be had ({error})"
         raise FormatError("an array by DLPack", got, what) from error
-    size = dtype.itemsize
-    strides = None if view.strides is None else tuple(step * size for step in view.strides)
+    if taken.device[0] not in (CUDA, CUDA_MANAGED) or taken.device[1] != ordinal:
+        got = f"a capsule that says {taken.device}"
+        raise FormatError(f"a DLPack capsule of {device.name}, as announced", got, what)
+    strides = taken.strides
     return DeviceArray(
-        int(view.ptr),
-        tuple(view.shape),
-        strides,
+        taken.address,
+        taken.shape,
+        None if strides is None else [step * dtype.itemsize for step in strides],
         dtype,
         device,
-        owner=view,
+        owner=taken,
         stream=_LEGACY,
-        readonly=bool(view.readonly),
+        readonly=taken.readonly,
     )

@@ -56,7 +56,6 @@ def _of_pycuda(array: np.ndarray) -> Any:
 
 
 def _by_dlpack(array: np.ndarray) -> Any:
-    pytest.importorskip("cuda.core", reason="cuda.core is not installed")
     return Packed(upload(array, "cuda:0"))
 
 
@@ -118,7 +117,8 @@ def test_rows_in_and_out(maker: str, dtype: Any, cuda: Any, emulated: Any) -> No
 
 
 def test_bfloat16_has_no_name_in_the_interface(cuda: Any) -> None:
-    # SPEC F47: our own arrays keep the dtype; through an interface it is uint16, which is refused
+    # SPEC F47: our own arrays and DLPack keep the dtype; through an interface it is uint16, which
+    # is refused
     with on_gpu(4, B=B, dim=4, fmt="bfloat16") as cache, cache.open() as seq:
         k, v = (
             upload(part.astype(ml_dtypes.bfloat16), "cuda:0")
@@ -130,6 +130,11 @@ def test_bfloat16_has_no_name_in_the_interface(cuda: Any) -> None:
         assert Interface(got).__cuda_array_interface__["typestr"] == "<u2"
         error = refused(cache, lambda: seq.append(0, Interface(k), v), FormatError, seq)
         assert "uint16" in str(error)
+        seq.append(0, Packed(k), Packed(v))
+        out = tuple(upload(np.zeros((2, 1, 4), ml_dtypes.bfloat16), "cuda:0") for _ in "kv")
+        seq.gather(0, 2, out=tuple(map(Packed, out)))
+        for array, given in zip(out, (k, v), strict=True):
+            np.testing.assert_array_equal(host(array), host(given))
 
 
 def test_gathered_arrays_and_views_are_read_by_others(cuda: Any) -> None:
