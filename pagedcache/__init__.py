@@ -41,8 +41,10 @@ if TYPE_CHECKING:
     from pagedcache.errors import FreedHandleError as FreedHandleError
     from pagedcache.errors import InvalidArgumentError as InvalidArgumentError
     from pagedcache.errors import InvalidPositionError as InvalidPositionError
+    from pagedcache.errors import MissingPackageError as MissingPackageError
     from pagedcache.errors import NonFiniteError as NonFiniteError
     from pagedcache.errors import OutOfBlocksError as OutOfBlocksError
+    from pagedcache.errors import OutOfOpenBlocksError as OutOfOpenBlocksError
     from pagedcache.errors import PagedCacheError as PagedCacheError
     from pagedcache.errors import PendingCopyError as PendingCopyError
     from pagedcache.errors import PrefixNotFoundError as PrefixNotFoundError
@@ -81,9 +83,9 @@ _NAMES = {
     "dlpack": "Bfloat16Array",
     "errors": "BlockError CopyRefusedError CorruptionError CudaCallError CudaUnavailableError "
     "DeviceError ForkedProcessError FormatError FreedHandleError InvalidArgumentError "
-    "InvalidPositionError NonFiniteError OutOfBlocksError PagedCacheError PendingCopyError "
-    "PrefixNotFoundError ReentrantCallError SequenceNotFoundError SequenceTooLongError ShapeError "
-    "SlotError StaleMappingError StorageMemoryError",
+    "InvalidPositionError MissingPackageError NonFiniteError OutOfBlocksError OutOfOpenBlocksError "
+    "PagedCacheError PendingCopyError PrefixNotFoundError ReentrantCallError SequenceNotFoundError "
+    "SequenceTooLongError ShapeError SlotError StaleMappingError StorageMemoryError",
     "formats": "FORMATS KVFormat get_format",
     "hashing": "compute_block_hash compute_block_hashes compute_prefix_hash",
     "pointers": "PointerTables",

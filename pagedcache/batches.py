@@ -41,6 +41,7 @@ class BatchPaths:
     _only_ours: Any
     _ready: Any
     _settle: Any
+    _refuse_open: Any
 
     def prepare(
         self, seqs: Iterable[Sequence], counts: Any, *, stream: Any = None
@@ -64,7 +65,7 @@ class BatchPaths:
             mapping: SlotMapping = prepare(states, amounts)
         else:
             mapping = self._movers.run(queue, prepare, states, amounts)
-            self._ready(seqs, mapping.slots, queue)
+            self._ready(seqs, mapping.place_slots, queue)
         return mapping
 
     def store(
@@ -103,6 +104,7 @@ class BatchPaths:
         if not prepared and queue is not None:
             raw = storage.device_slots(slot_mapping, "slot_mapping")
             if raw is not None:
+                self._refuse_open("slots on the host, which knows what is open, or prepare()")
                 k, v = storage.check_rows(layer, k, v, len(raw), on_nonfinite, queue)
                 storage.store_raw(layer, k, v, raw, on_nonfinite, queue)
                 return
@@ -123,12 +125,13 @@ class BatchPaths:
         """
         seqs = seqs if isinstance(seqs, (list, tuple)) else listed(seqs)
         states, amounts = states_of(seqs), as_amounts(counts, "counts")
+        queue = self._queue(stream)
         if (self._on_device or stream is not None) and len(amounts) == len(states):
             self._only_ours(seqs)
             numbers = [as_count(amount, "counts") for amount in amounts]
             ends = [state.seq_len + n for state, n in zip(states, numbers, strict=True)]
             self._settle(states, ends, stream)
-        self._ledger.commit_many(states, amounts)
+        self._movers.run(queue, self._ledger.commit_many, states, amounts)
 
     def append_tokens(
         self, seqs: Iterable[Sequence], tokens: Any, counts: Any = None

@@ -26,7 +26,7 @@ from pagedcache.hashing import encode_root, validate_extra_keys
 from pagedcache.ids import IdStyle
 from pagedcache.movers import Movers
 from pagedcache.ordering import Ordering
-from pagedcache.placement import resolve_num_blocks, resolve_placement
+from pagedcache.placement import check_open_blocks, resolve_num_blocks, resolve_placement
 from pagedcache.pointers import BatchPointers
 from pagedcache.sequence import Sequence
 from pagedcache.sizes import format_size
@@ -63,6 +63,12 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, BatchPointers, Upkeep, Ordering)
     last block of a prompt that is cached in full is copied, less its last token, so that this
     one token is all that is left to compute. ``eviction``: ``"lru"``.
 
+    ``num_open_blocks``: how many blocks may be open at once where the spec keeps part-filled
+    blocks in a float format (``CacheSpec.open_blocks``); each costs ``spec.open_block_nbytes``
+    beside the blocks. By default a sixteenth of the blocks, at least 8. A sequence needs one for
+    its last block, another for the one before until that is a block behind the end, and a third
+    while it is written across a block's end.
+
     Thread-safe: any mix of calls on different handles; readers beside the one writer of a handle.
     A context manager: leaving the block closes it. It cannot be copied or pickled, and belongs to
     the process that made it (``ForkedProcessError`` in a forked child).
@@ -84,6 +90,7 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, BatchPointers, Upkeep, Ordering)
         storage: Any = "own",
         partial_block_reuse: int | None = None,
         eviction: str = "lru",
+        num_open_blocks: int | None = None,
     ) -> None:
         # First of all, so that close() and repr() work on an instance that was refused.
         self._ledger: Any = freed("this cache")
@@ -94,9 +101,14 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, BatchPointers, Upkeep, Ordering)
             raise InvalidArgumentError(f"spec must be a CacheSpec, got {type(spec).__name__}")
         self.spec = spec
         self._placement = resolve_placement(device, spec.num_layers)
-        self.num_blocks = resolve_num_blocks(spec, self._placement, num_blocks, memory)
+        slots = None if spec.has_open_blocks and storage is not None else 0
+        if num_open_blocks is not None:
+            slots = check_open_blocks(spec, storage is not None, num_open_blocks)
+        self.num_blocks, num_open = resolve_num_blocks(
+            spec, self._placement, num_blocks, memory, slots
+        )
         partial = _check_policies(spec, partial_block_reuse, eviction)
-        bytes_kept = self._make_storage(storage)
+        bytes_kept = self._make_storage(storage, num_open)
         self._on_device = bytes_kept is not None and bytes_kept.ordered
         movers = Movers([] if bytes_kept is None else [bytes_kept])
         self._movers = movers
@@ -110,24 +122,27 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, BatchPointers, Upkeep, Ordering)
             move_mover=None if bytes_kept is None else movers.move,
             deferred_copies=bytes_kept is None,
             queued=self._on_device,
+            num_open=num_open,
             hash_mask=self._hash_mask,
         )
         self._storage = NO_STORAGE if bytes_kept is None else bytes_kept
 
-    def _make_storage(self, storage: Any) -> Any:
+    def _make_storage(self, storage: Any, num_open: int) -> Any:
         if storage is None:
             return None
         if isinstance(storage, str):
             if storage != "own":
                 raise FormatError('"own", None or (k_slabs, v_slabs)', shown(storage), "storage")
-            _announce(self.spec.storage_nbytes(self.num_blocks), self.num_blocks)
-            return make_storage(self.spec, self.num_blocks, self._placement.devices)
+            _announce(self.spec.storage_nbytes(self.num_blocks, num_open), self.num_blocks)
+            return make_storage(
+                self.spec, self.num_blocks, self._placement.devices, num_open=num_open
+            )
         if not isinstance(storage, (tuple, list)) or len(storage) != 2:
             raise FormatError(
                 '"own", None or (k_slabs, v_slabs)', type(storage).__name__, "storage"
             )
         return make_storage(
-            self.spec, self.num_blocks, self._placement.devices, tuple(storage)
+            self.spec, self.num_blocks, self._placement.devices, tuple(storage), num_open
         )
 
     # ---- life ----------------------------------------------------------------------------
@@ -150,7 +165,7 @@ class PagedKVCache(NoCopy, IdStyle, BatchPaths, BatchPointers, Upkeep, Ordering)
             return
         try:
             for state in states:
-                ledger.free(state)
+                ledger.free(state, False)
         except PagedCacheError:
             pass  # in a forked child: what the parent's handles hold is not ours to give back
         # Calls and views in flight hold the storage by themselves; it goes with the last of them.

@@ -73,6 +73,27 @@ class OutOfBlocksError(PagedCacheError, MemoryError):
         self._init_args = (needed, available, total)
 
 
+class OutOfOpenBlocksError(OutOfBlocksError):
+    """All open slots hold blocks that are not full yet; nothing has changed.
+
+    ``needed`` slots to take, ``available`` free ones of ``total``. Raised only by caches whose
+    format keeps part-filled blocks open (``CacheSpec.open_blocks``).
+    """
+
+    def __init__(self, needed: int, available: int, total: int) -> None:
+        super().__init__(needed, available, total)
+        cure = (
+            "make the cache with a larger num_open_blocks"
+            if self.fits_never
+            else "free or truncate sequences and try again, or make the cache with a larger "
+            "num_open_blocks"
+        )
+        self.args = (
+            f"out of open blocks: needed {self.needed}, available {self.available} "
+            f"of {self.total}; {cure}",
+        )
+
+
 class StorageMemoryError(PagedCacheError, MemoryError):
     """Memory for storage or bookkeeping could not be had; nothing was taken.
 
@@ -302,6 +323,18 @@ class NonFiniteError(PagedCacheError, ValueError):
             'or pass on_nonfinite="saturate"'
         )
         self._init_args = (what, index, value)
+
+
+class MissingPackageError(PagedCacheError, ImportError):
+    """An integration needs a package that is absent or too old."""
+
+    def __init__(self, package: str, least: str, purpose: str, found: str) -> None:
+        self.package, self.least, self.purpose, self.found = package, least, purpose, found
+        super().__init__(
+            f"{purpose} needs {package} {least} or newer, found it {found}; "
+            f'run: pip install "{package}>={least}"'
+        )
+        self._init_args = (package, least, purpose, found)
 
 
 class CudaUnavailableError(PagedCacheError, RuntimeError):

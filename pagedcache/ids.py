@@ -72,7 +72,7 @@ class IdStyle:
             seq.free(stream=stream)  # type: ignore[attr-defined]
         else:
             self._let_go(state, 0, stream)
-            self._ledger.free(state)
+            self._movers.run(self._queue(stream), self._ledger.free, state)
             self._handles.forget(int(state.serial))
 
     def extend(self, seq_id: int, num_tokens: int) -> None:
@@ -97,7 +97,7 @@ class IdStyle:
         state = self._find(seq_id)
         count = as_position(num_tokens, "num_tokens", lambda: self._room(state))
         self._settle([state], [count], stream)
-        self._ledger.set_computed(state, count)
+        self._movers.run(self._queue(stream), self._ledger.set_computed, state, count)
 
     def block_at(self, seq_id: int, position: int) -> int:
         """Id of the block that holds ``position``, for reading.
@@ -120,7 +120,8 @@ class IdStyle:
         queue = self._queue(stream)
         block = int(self._movers.run(queue, self._ledger.make_writable, state, place))
         if queue is not None:
-            self._storage.acquire(np.array([block], np.int32), queue, True)
+            index = place // self.spec.block_size
+            self._storage.acquire(state.places(index, index + 1), queue, True)
         return block
 
     def sequence(self, seq_id: int) -> Sequence:

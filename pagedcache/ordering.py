@@ -31,6 +31,7 @@ class Ordering:
     _ledger: Any
     _storage: Any
     _on_device: bool
+    num_blocks: int
 
     # ---- public --------------------------------------------------------------------------
 
@@ -46,7 +47,7 @@ class Ordering:
         self._only_ours(seqs)
         queue = self._queue(stream)
         if queue is not None and states:
-            tables = [state.blocks() for state in states]
+            tables = [state.places() for state in states]
             self._storage.publish(np.concatenate(tables), queue, False)
 
     def synchronize(self) -> None:
@@ -80,6 +81,31 @@ class Ordering:
             storage.slab_array(layer, "v", writable=True),
         )
 
+    def open_slabs(self, layer: int) -> tuple[Any, Any]:
+        """K and V of one layer's open slots, writable, without a copy.
+
+        ``[num_open_blocks, …]`` as ``slabs`` for a float format, in ``spec.open_format("k")`` and
+        ``("v")``; the first axis is empty where no format keeps open blocks. ``open_slots`` says
+        which block is where. Raises ``FormatError`` with ``storage=None``.
+        """
+        storage = self._storage
+        layer = as_layer(layer, self.spec.num_layers)
+        return (
+            storage.open_slab_array(layer, "k", writable=True),
+            storage.open_slab_array(layer, "v", writable=True),
+        )
+
+    def open_slots(self, seq: Sequence) -> Array:
+        """Where the open blocks of a sequence are: int32 ``[num_blocks]``, for every block of
+        its table the slot in ``open_slabs``, or -1 where the block lies in ``slabs``. A snapshot:
+        ``commit`` seals blocks, and writing opens them.
+        """
+        state = states_of((seq,))[0]
+        self._only_ours((seq,))
+        places = state.places()
+        first = np.int32(self.num_blocks)
+        return np.where(places < first, np.int32(-1), places - first)
+
     # ---- for the other parts of the façade -----------------------------------------------
 
     def _only_ours(self, seqs: Iterable[Sequence]) -> None:
@@ -87,6 +113,11 @@ class Ordering:
         for seq in seqs:
             if seq._cache is not self:
                 raise InvalidArgumentError(f"sequence {seq.seq_id} belongs to another cache")
+
+    def _refuse_open(self, expected: str) -> None:
+        """Refuse what cannot tell the open blocks of this cache from others."""
+        if self._ledger.num_open:
+            raise DeviceError(expected, "slots on a device, in a cache with open blocks", "store")
 
     def _queue(self, stream: Any) -> Any:
         """What the work of a call goes to; None where every layer is on the CPU."""
@@ -123,7 +154,7 @@ class Ordering:
             return
         size = self.spec.block_size
         parts = [
-            state.blocks(state.seq_len // size, max(-(-end // size), 0))
+            state.places(state.seq_len // size, max(-(-end // size), 0))
             for state, end in zip(states, ends, strict=True)
         ]
         if parts:
@@ -141,7 +172,7 @@ class Ordering:
         from pagedcache._cuda.streams import CaptureError  # not needed without a GPU
 
         try:
-            self._storage.publish(state.blocks(first_block), queue, False)
+            self._storage.publish(state.places(first_block), queue, False)
         except CaptureError:
             if queue is not None:  # nobody would know of the caller's kernels
                 raise

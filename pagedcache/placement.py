@@ -76,10 +76,31 @@ def device_name(name: Any, what: str = "device") -> str:
     raise DeviceError('"cpu" or "cuda:N"', shown(name), what)
 
 
+def check_open_blocks(spec: CacheSpec, has_bytes: bool, num_open_blocks: Any) -> int:
+    """The caller's number of open slots; ``InvalidArgumentError`` where there can be none."""
+    count = as_count(num_open_blocks, "num_open_blocks", most=MAX_BLOCKS)
+    if not (spec.has_open_blocks and has_bytes):
+        if count:
+            raise InvalidArgumentError(
+                f"num_open_blocks={count}: this cache keeps no open blocks; give CacheSpec "
+                "open_blocks=, and no storage=None"
+            )
+    elif not count:
+        raise InvalidArgumentError(
+            "num_open_blocks=0: formats with open blocks need at least one to be written"
+        )
+    return count
+
+
 def resolve_num_blocks(
-    spec: CacheSpec, placement: Placement, num_blocks: Any, memory: Any
-) -> int:
-    """The number of blocks that exactly one of ``num_blocks`` and ``memory`` asks for.
+    spec: CacheSpec,
+    placement: Placement,
+    num_blocks: Any,
+    memory: Any,
+    num_open: int | None = 0,
+) -> tuple[int, int]:
+    """The numbers of blocks that exactly one of ``num_blocks`` and ``memory`` asks for, and of
+    open slots (``num_open``; None: the default for the number of blocks).
 
     ``memory``: bytes, a text like ``"2GiB"``, or a mapping with one of these per device, of
     which the smallest count rules. Raises ``InvalidArgumentError`` when both or none are given,
@@ -89,18 +110,39 @@ def resolve_num_blocks(
     if (num_blocks is None) == (memory is None):
         raise InvalidArgumentError("give exactly one of num_blocks and memory")
     if memory is None:
-        return as_count(num_blocks, "num_blocks", least=1, most=MAX_BLOCKS)
+        most = MAX_BLOCKS - (num_open or 0)
+        count = as_count(num_blocks, "num_blocks", least=1, most=most)
+        return count, spec.default_open_blocks(count) if num_open is None else num_open
     budgets = _budgets(placement, memory)
     counts = []
     for device, nbytes in budgets.items():
         block_nbytes = device_block_nbytes(spec, placement, device)
-        if nbytes < block_nbytes:
+        slot_nbytes = _layers_on(placement, device) * spec.open_block_nbytes // spec.num_layers
+        counts.append(_most_blocks(spec, nbytes, block_nbytes, slot_nbytes, num_open))
+        if counts[-1] < 1:
+            opened = f" and {num_open or 1} open ones" if slot_nbytes and num_open != 0 else ""
             raise InvalidArgumentError(
                 f"memory of {format_size(nbytes)} on {device} does not hold one block of "
-                f"{block_nbytes:,} bytes; give more memory or make blocks smaller"
+                f"{block_nbytes:,} bytes{opened}; give more memory or make blocks smaller"
             )
-        counts.append(nbytes // block_nbytes)
-    return min(*counts, MAX_BLOCKS)
+    count = min(*counts, MAX_BLOCKS // 2)
+    return count, spec.default_open_blocks(count) if num_open is None else num_open
+
+
+def _most_blocks(
+    spec: CacheSpec, nbytes: int, block: int, slot: int, num_open: int | None
+) -> int:
+    """The most blocks whose bytes, with those of their open slots, are within ``nbytes``."""
+    if num_open is not None:
+        return (nbytes - num_open * slot) // block
+    low, high = 0, nbytes // block
+    while low < high:  # the sum grows with the number of blocks
+        middle = (low + high + 1) // 2
+        if middle * block + spec.default_open_blocks(middle) * slot <= nbytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _budgets(placement: Placement, memory: Any) -> dict[str, int]:
@@ -128,5 +170,8 @@ def _as_named(name: Any) -> Any:
 
 def device_block_nbytes(spec: CacheSpec, placement: Placement, device: str) -> int:
     """Bytes of one block on ``device``: K and V of the layers that live there."""
-    layers = sum(1 for name in placement.devices if name == device)
-    return layers * (spec.layer_block_nbytes("k") + spec.layer_block_nbytes("v"))
+    return _layers_on(placement, device) * (spec.layer_block_nbytes("k") + spec.layer_block_nbytes("v"))
+
+
+def _layers_on(placement: Placement, device: str) -> int:
+    return sum(1 for name in placement.devices if name == device)

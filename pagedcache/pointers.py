@@ -39,6 +39,10 @@ class PointerTables(NamedTuple):
     """Format of the blocks of K."""
     v_format: KVFormat
     """Format of the blocks of V."""
+    is_open: Array
+    """NumPy bool, of the shape of ``k``: blocks that are open (``CacheSpec.open_blocks``); their
+    addresses are those of their open slots, in the formats ``spec.open_format("k")`` and
+    ``("v")``."""
 
 
 class SequencePointers:
@@ -47,6 +51,7 @@ class SequencePointers:
     __slots__ = ()
 
     _cache: Any
+    _state: Any
 
     def _pointer_tables(self) -> dict[Any, Any]:
         """The tables that exist, by the storage of their GPU."""
@@ -68,22 +73,23 @@ class SequencePointers:
         ``StorageMemoryError``; the tables are as before then.
         """
         cache = self._cache
-        ids = self.layer_block_ids(layer, None)  # type: ignore[attr-defined]
+        places = self._state.places()
         count = len(self.layer_block_ids(layer, num_blocks))  # type: ignore[attr-defined]
         queue = cache._queue(stream)
         part, local, own = _part(cache, layer, queue)
         table = self._pointer_tables().get(part)
         if table is None:
             table = self._pointer_tables().setdefault(part, part.pointer_table())
-        k, v = table.arrays(local, ids, own)
-        return _named(cache.spec, k[:count], v[:count], count)
+        k, v = table.arrays(local, places, own)
+        return _named(cache, k[:count], v[:count], places[:count], count)
 
     def layer_block_ptr_tables(self, layer: int, num_blocks: int | None = None) -> PointerTables:
         """The same addresses as NumPy arrays, uint64; nothing is queued or kept on the device."""
-        ids = self.layer_block_ids(layer, num_blocks)  # type: ignore[attr-defined]
+        count = len(self.layer_block_ids(layer, num_blocks))  # type: ignore[attr-defined]
         part, local, _ = _part(self._cache, layer, None)
-        k, v = part.block_pointers(local, ids)
-        return _named(self._cache.spec, k, v, len(ids))
+        places = self._state.places(0, count)
+        k, v = part.block_pointers(local, places)
+        return _named(self._cache, k, v, places, len(places))
 
     def _drop_pointers(self, queue: Any = None) -> None:
         """Give the tables back; ``queue``: kernels there may still read them."""
@@ -117,15 +123,19 @@ class BatchPointers:
         memory goes with the arrays: keep them while a kernel reads them. Errors as for
         ``block_tables`` and ``Sequence.layer_device_ptr_tables``.
         """
+        from pagedcache.sequence import listed  # which imports this module
+
         queue = self._queue(stream)
         part, local, own = _part(self, layer, queue)
+        seqs = listed(seqs)
         table = self.page_table(seqs, lengths, True)
         counts = np.diff(table.kv_indptr)
         most = int(counts.max(initial=0))
         ids = np.full((len(counts), most), -1, np.int32)
-        ids[np.arange(most) < counts[:, None]] = table.kv_indices
+        for row, seq, count in zip(ids, seqs, counts.tolist(), strict=True):
+            row[:count] = seq._state.places(0, count)
         k, v = part.pointer_batch(local, ids, own)
-        return _named(self.spec, k, v, most)
+        return _named(self, k, v, ids, most)
 
 
 def _part(cache: Any, layer: Any, queue: Any) -> tuple[Any, int, Any]:
@@ -137,5 +147,7 @@ def _part(cache: Any, layer: Any, queue: Any) -> tuple[Any, int, Any]:
     return part, local, queue.get(name) if isinstance(queue, dict) else queue
 
 
-def _named(spec: CacheSpec, k: Any, v: Any, num_blocks: int) -> PointerTables:
-    return PointerTables(k, v, num_blocks, spec.block_size, spec.k_format, spec.v_format)
+def _named(cache: Any, k: Any, v: Any, places: Any, num_blocks: int) -> PointerTables:
+    spec = cache.spec
+    is_open = places >= cache.num_blocks
+    return PointerTables(k, v, num_blocks, spec.block_size, spec.k_format, spec.v_format, is_open)

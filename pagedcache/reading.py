@@ -194,7 +194,7 @@ class SequenceReading(NoCopy):
             if dtype is None:
                 dtype = k_out.dtype if k_out is not None else _stored_dtype(spec)
             rows = storage.gather(
-                layer, pin.block_ids, start, stop, dtype, k_out, v_out, queue
+                layer, pin.places, start, stop, dtype, k_out, v_out, queue
             )
             return rows if out is None else (out[0], out[1])
 
@@ -243,7 +243,7 @@ class SequenceReading(NoCopy):
         storage, layer, start, stop, pin = self._pin(layer, start, stop)
         cache = self._cache
         if queue is not None:
-            storage.acquire(pin.block_ids, queue, False)
+            storage.acquire(pin.places, queue, False)
         source = ViewSource(storage, cache.spec, layer, cache.layer_device(layer), shown, queue)
         return ViewList(source, kind, pin, start, stop)
 
@@ -254,7 +254,7 @@ class SequenceReading(NoCopy):
         safe_on = (queue, storage.turn(queue))
         if num_shared is None and self._safe_on == safe_on:
             return
-        table = self._state.blocks()
+        table = self._state.places()
         storage.acquire(table[:num_shared], queue, False)
         if num_shared is not None:
             storage.acquire(table[num_shared:], queue, True)

@@ -178,13 +178,20 @@ class Sequence(SequenceReading, SequencePointers):
         where kernels of your own wrote the tokens; what our calls queued is known. A hit on
         another stream waits, on the device, for one event that this call records.
 
+        Where part-filled blocks are open (``CacheSpec.open_blocks``), a block is quantised once it
+        is full and ``block_size`` tokens behind the end, and cached then; on a GPU that is queued
+        on ``stream``.
+
         Raises ``InvalidPositionError`` past the table's end or past what the sequence's own
         ``append`` wrote in every layer, ``PendingCopyError`` while the engine owes a block copy.
         """
         cache, state, count = self._cache, self._state, as_count(num_tokens, "num_tokens")
-        if cache._on_device or stream is not None:
-            cache._settle([state], [state.seq_len + count], stream)
-        cache._ledger.commit(state, count)
+        if not cache._on_device and stream is None:
+            cache._ledger.commit(state, count)
+            return
+        queue = cache._queue(stream)
+        cache._settle([state], [state.seq_len + count], stream)
+        cache._movers.run(queue, cache._ledger.commit, state, count)
 
     def truncate(self, length: int, *, stream: Any = None) -> None:
         """Rewind to ``length`` tokens: blocks past it are released, tokens past it forgotten.
@@ -212,17 +219,20 @@ class Sequence(SequenceReading, SequencePointers):
     def free(self, *, stream: Any = None) -> None:
         """Give every block back, the tail first; idempotent.
 
-        Cached blocks stay matchable until their storage is needed. Views keep their blocks.
+        Cached blocks stay matchable until their storage is needed. Views keep their blocks. Full
+        blocks that are still open are quantised first, so that they are cached too.
         ``stream``: where kernels of your own may still use the blocks; who gets them next comes
         after those kernels, on the device.
         """
         if not self._state.freed:
             cache = self._cache
             try:
+                queue = None
                 if cache._on_device or stream is not None:
+                    queue = cache._queue(stream)
                     cache._let_go(self._state, 0, stream)
-                    self._drop_pointers(None if stream is None else cache._queue(stream))
-                cache._ledger.free(self._state)
+                    self._drop_pointers(None if stream is None else queue)
+                cache._movers.run(queue, cache._ledger.free, self._state)
             except FreedHandleError:
                 return  # close() came first, in another thread: it frees every sequence
             cache._handles.forget(self.seq_id, self.request_id)

@@ -81,6 +81,13 @@ class Stats(_Snapshot):
     """Cached blocks that lost their identity because their storage was needed."""
     evicted_tokens: int
     """Tokens in those blocks."""
+    blocks_sealed: int
+    """Open blocks that were quantised once they were full (``CacheSpec.open_blocks``)."""
+    blocks_reopened: int
+    """Quantised blocks that were read back into an open one, as some of their tokens were
+    rewritten (after ``truncate``, or in a fork)."""
+    open_blocks: int
+    """Blocks now open."""
     steps: int
     """Elementary bookkeeping steps (work, not time): what tests of O(1) compare."""
 

@@ -54,13 +54,20 @@ class Upkeep:
 
     @property
     def memory_usage(self) -> int:
-        """Bytes of the used blocks: all layers, K and V, padding included."""
-        return self.num_used_blocks * self.spec.block_nbytes
+        """Bytes of the used blocks: all layers, K and V, padding included, and the open slots that
+        they have (``CacheSpec.open_blocks``)."""
+        opened = self._ledger.open_in_use * self.spec.open_block_nbytes
+        return int(self.num_used_blocks * self.spec.block_nbytes + opened)
 
     @property
     def total_capacity(self) -> int:
-        """Bytes of all blocks."""
-        return self.spec.storage_nbytes(self.num_blocks)
+        """Bytes of all blocks and open slots."""
+        return self.spec.storage_nbytes(self.num_blocks, self.num_open_blocks)
+
+    @property
+    def num_open_blocks(self) -> int:
+        """Open slots: blocks that may be open at once; 0 where no format needs them."""
+        return int(self._ledger.num_open)
 
     @property
     def fp32_equivalent_memory(self) -> int:
@@ -69,11 +76,14 @@ class Upkeep:
 
     @property
     def memory_savings(self) -> float:
-        """Bytes used / their float32 equivalent, 0…1; 1.0 when nothing is used."""
+        """Bytes used / their float32 equivalent; 1.0 when nothing is used. At most 1, but for a
+        cache of which most used blocks are open: those take a slot beside their own bytes."""
         used = self.num_used_blocks
         if not used:
             return 1.0
-        return self.spec.block_nbytes / self.spec.fp32_block_nbytes
+        if not self.spec.has_open_blocks:
+            return self.spec.block_nbytes / self.spec.fp32_block_nbytes
+        return self.memory_usage / (used * self.spec.fp32_block_nbytes)
 
     def stats(self) -> Stats:
         """Counters since the cache was made, all from one moment."""

@@ -71,43 +71,49 @@ class ViewSource:
     dtype: np.dtype[Any] | None
     queue: Any
 
-    def formats(self) -> tuple[KVFormat, KVFormat]:
+    def stored(self, place: int) -> tuple[KVFormat, KVFormat]:
+        """Formats in which K and V of the block at a place are kept."""
+        if place >= self.storage.num_blocks:
+            return self.spec.open_format("k"), self.spec.open_format("v")
+        return self.spec.k_format, self.spec.v_format
+
+    def formats(self, place: int) -> tuple[KVFormat, KVFormat]:
         """Formats of the arrays shown: the stored ones, or the dense one of ``dtype``."""
         if self.dtype is None:
-            return self.spec.k_format, self.spec.v_format
+            return self.stored(place)
         shown = get_format(str(self.dtype))
         return shown, shown
 
-    def arrays(self, block_id: int, offset: int, length: int, pin: Any) -> tuple[Array, Array]:
+    def arrays(self, place: int, offset: int, length: int, pin: Any) -> tuple[Array, Array]:
         """K and V of tokens ``offset … offset + length - 1`` of a block; see ``BlockView``."""
-        spec = self.spec
+        k_format, v_format = self.stored(place)
         if self.dtype is not None and any(
-            fmt.dtype != self.dtype for fmt in (spec.k_format, spec.v_format)
+            fmt.dtype != self.dtype for fmt in (k_format, v_format)
         ):
-            return self._copies(block_id, offset, length)
+            return self._copies(place, offset, length)
         return (
-            self._stored("k", spec.k_format, block_id, offset, length, pin),
-            self._stored("v", spec.v_format, block_id, offset, length, pin),
+            self._stored("k", k_format, place, offset, length, pin),
+            self._stored("v", v_format, place, offset, length, pin),
         )
 
     def _stored(
         self,
         kind: Literal["k", "v"],
         fmt: KVFormat,
-        block_id: int,
+        place: int,
         offset: int,
         length: int,
         pin: Any,
     ) -> Array:
-        block = self.storage.block_array(self.layer, kind, block_id, queue=self.queue)
+        block = self.storage.block_array(self.layer, kind, place, queue=self.queue)
         if not fmt.is_quantized:
             if self.spec.layout == "NHD":
                 block = block.transpose(1, 0, 2)
             block = block[:, offset : offset + length, :]
         return pinned_array(block, pin)
 
-    def _copies(self, block_id: int, offset: int, length: int) -> tuple[Array, Array]:
-        ids = np.array([block_id], np.int32)
+    def _copies(self, place: int, offset: int, length: int) -> tuple[Array, Array]:
+        ids = np.array([place], np.int32)
         pair = self.storage.gather(
             self.layer, ids, offset, offset + length, self.dtype, queue=self.queue
         )
@@ -127,13 +133,14 @@ class BlockView(NoCopy):
     Float formats: ``k`` and ``v`` are ``[num_kv_heads, length, head_dim]`` (head-major in both
     layouts, strided, no copy) of the stored dtype. Quantised formats: the whole block's bytes,
     uint8 ``[block_nbytes]``, to be read with ``k_format`` / ``v_format``; or, with ``dtype=``,
-    dequantised copies of the float shape. NumPy arrays on the CPU, ``DeviceArray`` objects on a
+    dequantised copies of the float shape. A block that is open (``CacheSpec.open_blocks``) is
+    shown in the float format it is open in. NumPy arrays on the CPU, ``DeviceArray`` objects on a
     GPU; both are taken by DLPack without a copy. ``k, v, start, length, device = view`` works.
 
     The view pins its block; see the module's text for how long.
     """
 
-    __slots__ = ("__weakref__", "_arrays", "_offset", "_pin", "_source",
+    __slots__ = ("__weakref__", "_arrays", "_offset", "_pin", "_place", "_source",
                  "block_id", "length", "start")
 
     block_id: int
@@ -143,8 +150,10 @@ class BlockView(NoCopy):
     length: int
     """Tokens shown, 1…block_size."""
 
-    def __init__(self, source: ViewSource, pin: Pin, block_id: int, start: int, stop: int) -> None:
-        self._source = source
+    def __init__(
+        self, source: ViewSource, pin: Pin, block_id: int, place: int, start: int, stop: int
+    ) -> None:
+        self._source, self._place = source, place
         self._pin: Pin | None = pin
         self._arrays: tuple[Array, Array] | None = None
         self._offset = start % source.spec.block_size
@@ -165,7 +174,7 @@ class BlockView(NoCopy):
         if pin is None:
             raise FreedHandleError("this view")
         if self._arrays is None:
-            self._arrays = self._source.arrays(self.block_id, self._offset, self.length, pin)
+            self._arrays = self._source.arrays(self._place, self._offset, self.length, pin)
         return self._arrays
 
     @property
@@ -176,17 +185,17 @@ class BlockView(NoCopy):
     @property
     def k_format(self) -> KVFormat:
         """Format of ``k`` as shown."""
-        return self._source.formats()[0]
+        return self._source.formats(self._place)[0]
 
     @property
     def v_format(self) -> KVFormat:
         """Format of ``v`` as shown."""
-        return self._source.formats()[1]
+        return self._source.formats(self._place)[1]
 
     @property
     def format(self) -> KVFormat | None:
         """Format of both arrays, or None where K and V differ (``k_format``, ``v_format``)."""
-        k_format, v_format = self._source.formats()
+        k_format, v_format = self._source.formats(self._place)
         return k_format if k_format == v_format else None
 
     @property
@@ -247,7 +256,8 @@ class ViewList(NoCopy, SequenceABC[_View]):
     block beyond that.
     """
 
-    __slots__ = ("__weakref__", "_ids", "_kind", "_pin", "_source", "_start", "_stop", "_views")
+    __slots__ = ("__weakref__", "_ids", "_kind", "_pin", "_places", "_source", "_start", "_stop",
+                 "_views")
 
     def __init__(
         self, source: ViewSource, kind: type[_View], pin: Pin, start: int, stop: int
@@ -255,6 +265,7 @@ class ViewList(NoCopy, SequenceABC[_View]):
         self._source, self._kind = source, kind
         self._pin: Pin | None = pin
         self._ids = pin.block_ids if stop > start else ()
+        self._places = pin.places
         self._start, self._stop = start, stop
         self._views: dict[int, _View] = {}
 
@@ -282,6 +293,7 @@ class ViewList(NoCopy, SequenceABC[_View]):
                 self._source,
                 self._pin.part(index, index + 1),
                 int(self._ids[index]),
+                int(self._places[index]),
                 max(self._start, first),
                 min(self._stop, first + size),
             ))

@@ -151,6 +151,8 @@ SWEEP: dict[str, tuple[Call, list[Any]]] = {
     ),
     "group": (lambda w, x: w.cache.page_table([w.seq], group=x), [1, -1, None, "a", True, 2**64]),
     "compact_sequence": (lambda w, x: w.cache.compact_sequence(x), [None, 5, "a", [], Odd()]),
+    "open_slots": (lambda w, x: w.cache.open_slots(x), [None, 5, [], Odd()]),
+    "open_slabs": (lambda w, x: w.cache.open_slabs(x), LAYERS),
     "sequence_contiguity": (lambda w, x: w.cache.sequence_contiguity(x), [None, 5, [], Odd()]),
     "should_defragment": (
         lambda w, x: w.cache.should_defragment(x), [None, "a", [], Odd(), 1j, b"", True]

@@ -173,8 +173,8 @@ def test_memory_per_device_smallest_count_rules():
     assert placement.is_on_gpu
     assert placement.distinct == ("cpu", "cuda:0")
     budget = {"cpu": 10 * layer, "cuda:0": 8 * layer}
-    assert resolve_num_blocks(geometry, placement, None, budget) == 4
-    assert resolve_num_blocks(geometry, placement, None, budget | {"cpu": 3 * layer}) == 3
+    assert resolve_num_blocks(geometry, placement, None, budget) == (4, 0)
+    assert resolve_num_blocks(geometry, placement, None, budget | {"cpu": 3 * layer}) == (3, 0)
     with pytest.raises(pc.InvalidArgumentError, match="mapping with an entry for each"):
         resolve_num_blocks(geometry, placement, None, "1MiB")
 

@@ -23,10 +23,11 @@ def keep_for_ever(*objects: object) -> None:
 
 
 def lively_pool() -> tuple[Ledger, list]:
-    """Used cached blocks 0 and 1 and a tail 2, idle 3 and 4, blank 5, 6 and 7."""
-    ledger = Ledger(12, 4)
+    """Used cached blocks 0 and 1 and an open tail 2, idle 3 and 4, blank 5, 6 and 7."""
+    ledger = Ledger(12, 4, num_open=3)
     seq = ledger.open(tokens(10))
     ledger.commit(seq, 10)
+    ledger.prepare([seq], [1])
     gone = ledger.open(tokens(8, 100))
     ledger.commit(gone, 8)
     blank = [ledger.open(tokens(4, 200 + 10 * i)) for i in range(3)]
@@ -41,7 +42,7 @@ def lively_pool() -> tuple[Ledger, list]:
 def test_check_finds_a_spoiled_block(kind: str) -> None:
     # SPEC F20
     ledger, held = lively_pool()
-    sabotage.spoil(ledger.pool, kind, 0)
+    sabotage.spoil(ledger.pool, kind, 2 if kind == "open slot of another" else 0)
     with pytest.raises(CorruptionError, match="corruption") as caught:
         ledger.check()
     assert caught.value.detail

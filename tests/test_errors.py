@@ -21,6 +21,12 @@ TABLE: dict[str, tuple[tuple[object, ...], dict[str, object], tuple[type, ...], 
         (MemoryError,),
         ["needed 5", "available 2", "of 8", "free or truncate"],
     ),
+    "OutOfOpenBlocksError": (
+        (3, 1, 8),
+        {"needed": 3, "available": 1, "total": 8, "fits_never": False},
+        (MemoryError,),
+        ["out of open blocks: needed 3", "available 1", "of 8", "num_open_blocks"],
+    ),
     "StorageMemoryError": (
         (1 << 40, "K slabs"),
         {"nbytes": 1 << 40, "what": "K slabs"},
@@ -124,6 +130,17 @@ TABLE: dict[str, tuple[tuple[object, ...], dict[str, object], tuple[type, ...], 
         (RuntimeError,),
         ["cuMemAlloc failed with CUDA_ERROR_UNKNOWN (999): unknown error", "documentation"],
     ),
+    "MissingPackageError": (
+        ("transformers", "4.57", "PagedCache", "version 4.40.1"),
+        {
+            "package": "transformers",
+            "least": "4.57",
+            "purpose": "PagedCache",
+            "found": "version 4.40.1",
+        },
+        (ImportError,),
+        ["PagedCache needs transformers 4.57", "version 4.40.1", "pip install"],
+    ),
     "CudaUnavailableError": (
         ("no driver: install one",),
         {"reason": "no driver: install one"},
@@ -162,7 +179,9 @@ def test_attributes_bases_and_message(name: str) -> None:  # SPEC 7
 @pytest.mark.parametrize("name", TABLE)
 def test_an_error_is_no_other_builtin(name: str) -> None:  # SPEC 7
     """``except KeyError`` must not catch what is no key error, and so on."""
-    builtin = (ValueError, KeyError, IndexError, MemoryError, RuntimeError, TypeError)
+    builtin = (
+        ValueError, KeyError, IndexError, MemoryError, RuntimeError, TypeError, ImportError,
+    )  # fmt: skip
     assert {b for b in builtin if isinstance(make(name), b)} == set(TABLE[name][2]) - {Exception}
 
 

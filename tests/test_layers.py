@@ -33,6 +33,7 @@ LAYERS: list[tuple[str, set[str]]] = [
             "sequence", "upkeep", "views",
         },
     ),
+    ("integrations", {"integrations"}),
     ("checks", {"checks"}),
     ("command line", {"__main__", "cli"}),
 ]
@@ -149,11 +150,15 @@ def test_sides_do_not_reach_each_other(start: str) -> None:
 
 
 def test_no_module_needs_a_framework_to_be_imported() -> None:
-    """Frameworks, plotting, progress bars and test tools are imported where they are used."""
+    """Frameworks, plotting, progress bars and test tools are imported where they are used.
+
+    A module below ``integrations/<library>/`` is a tie to that library and loads it."""
     banned = {"torch", "pycuda", "cupy", "cuda", "matplotlib", "gguf", "hypothesis", "pytest"}
-    banned |= {"tqdm"}
+    banned |= {"tqdm", "transformers"}
     for path in SOURCES:
         if path.suffix != ".py" or path.stem.endswith("_peer"):  # loaded where the peer is there
+            continue
+        if module_name(path).startswith("integrations.transformers"):
             continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             names = {alias.name for alias in getattr(node, "names", [])}

@@ -33,6 +33,9 @@ COUNTED = {
     "resumed_hit_tokens": 48,
     "evicted_blocks": 5,
     "evicted_tokens": 80,
+    "blocks_sealed": 6,
+    "blocks_reopened": 1,
+    "open_blocks": 2,
     "steps": 12345,
 }
 

@@ -74,8 +74,9 @@ cdef result_t plan_open(pool_t *p, const uint32_t *tokens, int64_t n, identity_t
         if slot != NONE and matched >= p.partial_min:
             m.source = p.index.nodes[slot].block
             m.rows = matched
-    if m.rows == 0:
-        m.source = NONE
+    if m.rows == 0 or (p.num_open > 0 and p.open_used == p.num_open):
+        m.source = NONE               # the copy is a block that is not full: it needs a slot
+        m.rows = 0
     m.total = max(blocks_for(upto, B), m.num_hits + (m.source != NONE))
     m.fresh = m.total - m.num_hits
     m.available = num_free(p) - m.idle_hits
@@ -105,6 +106,8 @@ cdef void apply_open(pool_t *p, seq_t *s, match_t *m, int32_t *target) noexcept 
     s.computed = m.cached_tokens
     s.vouched = m.cached_tokens
     s.num_cached = m.cached_tokens
+    s.indexed = m.num_hits
+    s.unsealed = m.num_hits
     target[0] = s.table[m.num_hits] if m.source != NONE else NONE
 
 

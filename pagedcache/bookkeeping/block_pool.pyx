@@ -13,6 +13,7 @@ from pagedcache.bookkeeping.blocks cimport (
 )
 from pagedcache.bookkeeping.gate cimport drain, enter, fork_generation, leave
 from pagedcache.bookkeeping.inspect cimport check_pool
+from pagedcache.bookkeeping.opening cimport opening_destroy
 from pagedcache.bookkeeping.prefix_index cimport index_destroy, index_init
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
@@ -35,6 +36,7 @@ cdef void destroy(pool_t *p) noexcept nogil:
     pc_release(p.prev)
     pc_release(p.next)
     pc_release(p.copies)
+    opening_destroy(p)
     if p.watched:
         pc_mutex_destroy(&p.lock)
         pc_mutex_destroy(&p.drop_lock)

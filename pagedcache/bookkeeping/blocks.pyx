@@ -18,6 +18,7 @@ All functions run with the pool's lock held, check nothing and cannot fail.
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
+from pagedcache.bookkeeping.opening cimport close_block
 from pagedcache.bookkeeping.prefix_index cimport alive, index_register, index_unregister
 from pagedcache.bookkeeping.types cimport *
 
@@ -124,6 +125,8 @@ cdef void retire(pool_t *p, int32_t b) noexcept nogil:
     cdef uint8_t late = p.flags[b] & FLAG_LATE
     p.count.blocks_freed += 1
     p.flags[b] = 0
+    if is_open(p, b):
+        close_block(p, b)
     if p.node[b] != NONE:
         n = &p.index.nodes[p.node[b]]
         parent = alive(p, n.parent)
@@ -201,6 +204,14 @@ cdef void pin_block(pool_t *p, int32_t b) noexcept nogil:
     if p.pins[b] == 0:
         p.num_pinned += 1
     p.pins[b] += 1
+
+
+cdef void pin_next(pool_t *p, pin_t *pin, int32_t b) noexcept nogil:
+    """Pin one more block of a handle that has room for it, where its bytes are now."""
+    pin.blocks[pin.count] = b
+    pin.places[pin.count] = place(p, b)
+    pin.count += 1
+    pin_block(p, b)
 
 
 cdef void unpin_block(pool_t *p, int32_t b) noexcept nogil:

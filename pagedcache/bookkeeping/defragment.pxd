@@ -9,7 +9,7 @@ cdef struct relocation_t:
     int32_t *moves           # [num_moves][2] (src, dst), in an order that loses nothing
     int64_t num_moves        # entries of `moves`, with the detours of cycles
     int64_t num_blocks       # blocks that get another id
-    int32_t *scratch         # [5][size] for apply
+    int32_t *scratch         # [6][size] for apply
 
 cdef result_t plan_defragment(pool_t *p, relocation_t *r) noexcept nogil
 cdef result_t plan_compact(pool_t *p, seq_t *s, relocation_t *r) noexcept nogil

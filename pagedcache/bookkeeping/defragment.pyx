@@ -40,7 +40,7 @@ cdef bint relocation_init(relocation_t *r, int64_t size) noexcept nogil:
     r.to = <int32_t *> pc_calloc(size, sizeof(int32_t))
     r.back = <int32_t *> pc_calloc(size, sizeof(int32_t))
     r.moves = <int32_t *> pc_calloc(size + size // 2 + 2, 2 * sizeof(int32_t))
-    r.scratch = <int32_t *> pc_calloc(size, 5 * sizeof(int32_t))
+    r.scratch = <int32_t *> pc_calloc(size, 6 * sizeof(int32_t))
     if r.to == NULL or r.back == NULL or r.moves == NULL or r.scratch == NULL:
         relocation_release(r)
         return False
@@ -261,10 +261,12 @@ cdef void move_state(pool_t *p, relocation_t *r) noexcept nogil:
     cdef int32_t *prev = node + r.size
     cdef int32_t *next = prev + r.size
     cdef int32_t *flags = next + r.size
+    cdef int32_t *open_of = flags + r.size
     cdef int64_t i
     cdef int32_t t
     for i in range(r.size):
         node[i] = NONE
+        open_of[i] = NONE
     for i in range(r.size):
         t = r.to[i]
         if t == NONE:
@@ -272,6 +274,9 @@ cdef void move_state(pool_t *p, relocation_t *r) noexcept nogil:
         refs[t] = p.refs[i]
         flags[t] = p.flags[i]
         node[t] = p.node[i]
+        if is_open(p, <int32_t> i):   # its bytes stay in their slot
+            open_of[t] = p.open_of[i]
+            p.open_owner[open_of[t]] = t
         if p.node[i] != NONE:         # only then the links mean something
             prev[t] = NONE if p.prev[i] == NONE else r.to[p.prev[i]]
             next[t] = NONE if p.next[i] == NONE else r.to[p.next[i]]
@@ -284,6 +289,8 @@ cdef void move_state(pool_t *p, relocation_t *r) noexcept nogil:
         p.refs[i] = refs[i]
         p.flags[i] = <uint8_t> flags[i]
         p.node[i] = node[i]
+        if p.num_open > 0:
+            p.open_of[i] = open_of[i]
         p.prev[i] = prev[i]
         p.next[i] = next[i]
         if r.back[i] != NONE:

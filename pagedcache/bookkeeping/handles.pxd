@@ -18,6 +18,7 @@ cdef class Pin:
 cdef class SlotMapping:
     cdef BlockPool pool
     cdef readonly object slots
+    cdef readonly object place_slots
     cdef int32_t *blocks
     cdef uint32_t *generations
     cdef int64_t count, room
@@ -31,3 +32,4 @@ cdef class SlotMapping:
 cdef int enter_fast(pool_t *p) except? 99
 cdef SeqState new_state(BlockPool pool)
 cdef Pin new_pin(BlockPool pool, int64_t room)
+cdef object int32_array(const int32_t *data, int64_t n)

@@ -12,7 +12,7 @@ import numpy as np
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
 from pagedcache.bookkeeping.block_pool cimport BlockPool
-from pagedcache.bookkeeping.blocks cimport pin_block, unpin_block
+from pagedcache.bookkeeping.blocks cimport pin_block, pin_next, unpin_block
 from pagedcache.bookkeeping.gate cimport drop, enter, fork_generation, leave
 from pagedcache.bookkeeping.sequences cimport (
     num_tokens, num_written, written_end,
@@ -187,12 +187,13 @@ cdef class SeqState:
         out.setflags(write=False)
         return out
 
-    def blocks(self, first=0, last=None):
-        """Ids of the blocks number ``first … last - 1`` as far as the table goes, int32 copy."""
+    def places(self, first=0, last=None):
+        """Where the bytes of the blocks number ``first … last - 1`` are, as far as the table goes,
+        int32 copy: their ids, or num_blocks + the open slot of open ones."""
         cdef int64_t a = int_argument(first, "first", 0, 2**62)
         cdef int64_t b = 2**62 if last is None else int_argument(last, "last", 0, 2**62)
         cdef int64_t n = min(b, self.num_blocks) - a
-        cdef int64_t held
+        cdef int64_t i, held
         try:
             out = np.empty(max(n, <int64_t> 0), dtype=np.int32)
         except MemoryError:
@@ -200,8 +201,8 @@ cdef class SeqState:
         cdef int32_t[::1] view = out
         self._enter()
         held = min(n, self.s.num_blocks - a)      # the table may have shrunk in between
-        if held > 0:
-            memcpy(&view[0], self.s.table + a, held * sizeof(int32_t))
+        for i in range(held):
+            view[i] = place(self.pool.p, self.s.table[a + i])
         leave(self.pool.p)
         return out[:max(held, <int64_t> 0)]
 
@@ -257,8 +258,9 @@ cdef SeqState new_state(BlockPool pool):
 cdef class Pin:
     """Keeps blocks where they are and as they are until release() or collection.
 
-    ``block_ids``: int32 snapshot of the pinned ids; ``slots``: int64 slots or None. Usable as a
-    context manager.
+    ``block_ids``: int32 snapshot of the pinned ids; ``places``: where their bytes were when they
+    were pinned and stay until then (the id, or num_blocks + the open slot of an open block);
+    ``slots``: int64 slots in places, or None. Usable as a context manager.
     """
 
     def __init__(self):
@@ -278,6 +280,12 @@ cdef class Pin:
         return int32_array(self.pin.blocks, self.pin.count)
 
     @property
+    def places(self):
+        if self.pin == NULL:
+            return int32_array(NULL, 0)
+        return int32_array(self.pin.places, self.pin.count)
+
+    @property
     def released(self):
         return self.pin == NULL
 
@@ -292,9 +300,8 @@ cdef class Pin:
         held = self.pin.count if self.pin != NULL else 0
         if last <= held:
             for i in range(first, last):
-                part.pin.blocks[i - first] = self.pin.blocks[i]
-                pin_block(p, self.pin.blocks[i])
-            part.pin.count = last - first
+                pin_next(p, part.pin, self.pin.blocks[i])
+                part.pin.places[i - first] = self.pin.places[i]
         leave(p)
         if last > held:
             raise InvalidArgumentError(f"this pin holds {held} blocks, not {first}…{last}")
@@ -336,10 +343,12 @@ cdef Pin new_pin(BlockPool pool, int64_t room):
     """A pin with room for block ids and none in it."""
     cdef Pin h = Pin.__new__(Pin)
     h.pool = pool
-    h.pin = <pin_t *> pc_calloc(sizeof(pin_t) + room * sizeof(int32_t), 1)
+    cdef int64_t lists = 2 if pool.p.num_open > 0 else 1
+    h.pin = <pin_t *> pc_calloc(sizeof(pin_t) + lists * room * sizeof(int32_t), 1)
     if h.pin == NULL:
-        raise StorageMemoryError(sizeof(pin_t) + room * 4, "a pin")
+        raise StorageMemoryError(sizeof(pin_t) + lists * room * 4, "a pin")
     h.pin.blocks = <int32_t *> (h.pin + 1)
+    h.pin.places = h.pin.blocks + (lists - 1) * room
     return h
 
 
@@ -347,8 +356,8 @@ cdef Pin new_pin(BlockPool pool, int64_t room):
 cdef class SlotMapping:
     """Slots of a prepared write range: int64, one per token, used for every layer.
 
-    ``slots`` is read-only; ``numpy.asarray(mapping)`` gives it too. ``epoch`` is the layout epoch
-    it was made in. store() refuses it once its blocks were moved, freed, shared or cached.
+    ``slots`` is read-only; ``numpy.asarray(mapping)`` gives it too; ``place_slots`` are the same
+    with places for block ids (see Pin). ``epoch`` is the layout epoch it was made in. store() refuses it once its blocks were moved, freed, shared or cached.
     """
 
     def __init__(self):

@@ -78,6 +78,31 @@ cdef result_t check_blocks(pool_t *p, uint8_t *where) noexcept nogil:
     return answer(OK)
 
 
+cdef result_t check_open(pool_t *p) noexcept nogil:
+    """An open block is used and not cached, and its slot names it; all other slots are free."""
+    cdef int32_t b, slot, used = 0, free = 0, last = NONE
+    if p.num_open == 0:
+        return answer(OK)
+    for b in range(p.num_blocks):
+        slot = p.open_of[b]
+        if slot == NONE:
+            continue
+        used += 1
+        if (slot < 0 or slot >= p.num_open or p.open_owner[slot] != b or b >= p.fresh
+                or not in_use(p, b) or p.node[b] != NONE):
+            return answer(E_CORRUPT, b, 16)
+    slot = p.open_free
+    while slot != NONE:
+        if slot < 0 or slot >= p.num_open or free > p.num_open or p.open_owner[slot] != NONE:
+            return answer(E_CORRUPT, NONE, 17)
+        free += 1
+        last = slot
+        slot = p.open_next[slot]
+    if used != p.open_used or used + free != p.num_open or last != p.open_last:
+        return answer(E_CORRUPT, NONE, 17)
+    return answer(OK)
+
+
 cdef result_t check_sequences(pool_t *p, int32_t *held) noexcept nogil:
     """Tables name used blocks, lengths fit, cached blocks hold the sequence's own tokens."""
     cdef seq_t *s = p.first
@@ -100,6 +125,8 @@ cdef result_t check_sequences(pool_t *p, int32_t *held) noexcept nogil:
             if b < 0 or b >= p.fresh or p.refs[b] == 0:
                 return answer(E_CORRUPT, b, 9)
             held[b] += 1
+            if i < s.unsealed and is_open(p, b):
+                return answer(E_CORRUPT, b, 18)
             if (p.node[b] != NONE and (i + 1) * p.block_size <= s.known
                     and (i + 1) * p.block_size <= s.computed
                     and memcmp(tokens_of(p, p.node[b]), s.tokens + i * p.block_size,
@@ -140,6 +167,8 @@ cdef result_t check_pool(pool_t *p) noexcept nogil:
         r = check_lists(p, where)
         if r.code == OK:
             r = check_blocks(p, where)
+        if r.code == OK:
+            r = check_open(p)
         if r.code == OK:
             r = check_sequences(p, held)
         if r.code == OK:

@@ -24,18 +24,18 @@ from pagedcache.bookkeeping.exports cimport (
 from pagedcache.bookkeeping.gate cimport drop, leave
 from pagedcache.bookkeeping.handles cimport SeqState, enter_fast, new_state
 from pagedcache.bookkeeping.ledger_base cimport HUGE, token_pointer
-from pagedcache.bookkeeping.ledger_write cimport LedgerWrite
+from pagedcache.bookkeeping.ledger_seal cimport LedgerSeal
 from pagedcache.bookkeeping.sequences cimport (
-    append_tokens, commit, fork, num_tokens, seq_free, table_reserve, truncate,
+    append_tokens, fork, num_tokens, seq_free, table_reserve, truncate,
 )
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
-from pagedcache.bookkeeping.steps cimport append_many, commit_many
+from pagedcache.bookkeeping.steps cimport append_many
 from pagedcache.bookkeeping.types cimport *
 
 from pagedcache.errors import InvalidArgumentError, StorageMemoryError
 
 
-cdef class Ledger(LedgerWrite):
+cdef class Ledger(LedgerSeal):
     """Sequences over a BlockPool: admission, writing, sharing, eviction, defragmentation.
 
     Parameters
@@ -49,11 +49,14 @@ cdef class Ledger(LedgerWrite):
     partial_block_reuse : int
         Fewest tokens worth copying from a partly matching block; 0 turns it off.
     mover : callable(src, dst, rows)
-        Copies the first ``rows[i]`` token rows of block ``src[i]`` to ``dst[i]``, all layers.
+        Copies the first ``rows[i]`` token rows of place ``src[i]`` to ``dst[i]``, all layers. A
+        place is a block id, or num_blocks + the slot of an open block.
     move_mover : callable(moves)
         Makes block moves [m, 2] in order; id -1 is the storage's spare block.
     deferred_copies : bool
         The engine copies: see take_block_copies().
+    num_open : int
+        Open slots: blocks that are not full are kept in one. 0: there are none, none is needed.
     queued : bool
         Freed blocks are reused in the order they were freed (blocks on a device).
     """
@@ -98,8 +101,11 @@ cdef class Ledger(LedgerWrite):
         if r.code != OK:
             raise_result(r)
 
-    def free(self, SeqState seq):
-        """Give everything back, the tail first. A second call does nothing."""
+    def free(self, SeqState seq, bint seal=True):
+        """Give everything back, the tail first. A second call does nothing.
+
+        ``seal``: seal the last full blocks first, so that they are cached.
+        """
         cdef pool_t *p = self.pool.p
         cdef pin_t *will
         if seq is None or seq.pool is not self.pool:
@@ -113,9 +119,13 @@ cdef class Ledger(LedgerWrite):
             drop(p, will)
             return
         enter_fast(p)
-        with nogil:
-            seq_free(p, seq.s)
-            leave(p)
+        try:
+            if seal and not seq.s.freed:
+                self._seal_last(seq.s)
+        finally:
+            with nogil:
+                seq_free(p, seq.s)
+                leave(p)
 
     def truncate(self, SeqState seq, n):
         """Rewind to ``n`` tokens and release the blocks past them."""
@@ -133,11 +143,14 @@ cdef class Ledger(LedgerWrite):
         cdef int64_t length = int_argument(n, "n", -HUGE, HUGE)
         cdef pool_t *p = self._of(seq)
         cdef result_t r = answer(OK)      # the same length: neither, nothing is forgotten
-        if length > seq.s.computed:
-            r = commit(p, seq.s, length - seq.s.computed)
-        elif length < seq.s.computed:
-            r = truncate(p, seq.s, length, True)
-        leave(p)
+        cdef int64_t more = length - seq.s.computed
+        try:
+            if more > 0:
+                r = self._commit(&seq.s, &more, 1)
+            elif more < 0:
+                r = truncate(p, seq.s, length, True)
+        finally:
+            leave(p)
         if r.code != OK:
             raise_result(r)
 
@@ -146,8 +159,9 @@ cdef class Ledger(LedgerWrite):
         cdef int64_t count = int_argument(n, "n", 0, HUGE)
         cdef pool_t *p = self._of(seq)
         cdef result_t r
-        with nogil:
-            r = commit(p, seq.s, count)
+        try:
+            r = self._commit(&seq.s, &count, 1)
+        finally:
             leave(p)
         if r.code != OK:
             raise_result(r)
@@ -208,12 +222,13 @@ cdef class Ledger(LedgerWrite):
                 raise InvalidArgumentError(f"tokens: expected {total} for these sequences, "
                                            f"got {given}")
             enter_fast(p)
-            with nogil:
+            try:
                 r = unique_and_live(p, pointers, n, True)
                 if r.code == OK and committing:
-                    r = commit_many(p, pointers, amounts, n)
+                    r = self._commit(pointers, amounts, n)
                 elif r.code == OK:
                     r = append_many(p, pointers, raw, amounts, n)
+            finally:
                 leave(p)
         finally:
             pc_release(amounts)

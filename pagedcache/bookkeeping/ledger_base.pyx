@@ -11,6 +11,7 @@ from pagedcache.bookkeeping.blocks cimport forget_all
 from pagedcache.bookkeeping.gate cimport leave, open_gate, shut_gate
 from pagedcache.bookkeeping.handles cimport SeqState, enter_fast
 from pagedcache.bookkeeping.inspect cimport fragmentation_t, measure
+from pagedcache.bookkeeping.opening cimport opening_init
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
 
@@ -29,7 +30,7 @@ cdef class LedgerBase:
 
     def __init__(self, num_blocks, block_size, *, num_layers=1, max_seq_len=None,
                  partial_block_reuse=0, mover=None, move_mover=None, deferred_copies=False,
-                 queued=False, hash_mask=2**64 - 1):
+                 queued=False, num_open=0, hash_mask=2**64 - 1):
         cdef int64_t layers = int_argument(num_layers, "num_layers", 1, 2**20)
         cdef int64_t longest = INT64_MAX
         cdef int64_t partial
@@ -45,6 +46,10 @@ cdef class LedgerBase:
         self.pool.p.partial_min = partial
         self.pool.p.deferred = bool(deferred_copies)
         self.pool.p.queued = bool(queued)
+        cdef int32_t slots = <int32_t> int_argument(num_open, "num_open", 0,
+                                                    2**31 - 1 - self.pool.p.num_blocks)
+        if slots > 0 and not opening_init(self.pool.p, slots):
+            raise StorageMemoryError(4 * self.pool.p.num_blocks + 8 * slots, "open slots")
         self.mover = mover
         self.move_mover = move_mover
 
@@ -82,6 +87,16 @@ cdef class LedgerBase:
         self.pool.check()
 
     @property
+    def num_open(self):
+        """Open slots in all."""
+        return self.pool.p.num_open
+
+    @property
+    def open_in_use(self):
+        """Open slots that blocks have now."""
+        return self.pool.p.open_used
+
+    @property
     def layout_epoch(self):
         """Changes with every defragmentation that moved a block."""
         return self.pool.p.layout_epoch
@@ -95,6 +110,7 @@ cdef class LedgerBase:
         cdef int64_t used = p.num_blocks - num_free(p)
         cdef int64_t pinned = p.num_pinned
         cdef int64_t steps = p.steps
+        cdef int64_t opened = p.open_used
         leave(p)
         return {
             "sequences_allocated": c.sequences_allocated, "sequences_freed": c.sequences_freed,
@@ -108,6 +124,8 @@ cdef class LedgerBase:
             "query_blocks": c.query_blocks, "hit_blocks": c.hit_blocks,
             "resumed_queries": c.resumed_queries, "resumed_hit_tokens": c.resumed_hit_tokens,
             "evicted_blocks": c.evicted_blocks, "evicted_tokens": c.evicted_tokens,
+            "blocks_sealed": c.blocks_sealed, "blocks_reopened": c.blocks_reopened,
+            "open_blocks": opened,
             "steps": steps,
         }
 

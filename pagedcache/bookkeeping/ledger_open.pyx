@@ -14,6 +14,7 @@ from pagedcache.bookkeeping.copies cimport copies_reserve, queue_copy
 from pagedcache.bookkeeping.gate cimport leave
 from pagedcache.bookkeeping.handles cimport SeqState, enter_fast, new_state
 from pagedcache.bookkeeping.ledger_base cimport HUGE, LedgerBase, token_pointer
+from pagedcache.bookkeeping.opening cimport open_block
 from pagedcache.bookkeeping.sequences cimport (
     identity_drop, identity_new, num_tokens, seq_destroy, seq_link, seq_new, table_reserve,
     tokens_reserve,
@@ -78,13 +79,16 @@ cdef class LedgerOpen(LedgerBase):
                         if m.source != NONE:
                             pin_block(p, m.source)
                         apply_open(p, s, &m, &target)
+                        if target != NONE and p.num_open > 0:
+                            open_block(p, target)
                 if r.code == OK and target != NONE:
                     if p.deferred:
                         pin_block(p, target)
                         queue_copy(p, m.source, target)
                     else:
                         try:
-                            self._move_bytes(self._copy_one, (m.source, target, m.rows))
+                            self._move_bytes(self._copy_one,
+                                             (m.source, place(p, target), m.rows))
                         except BaseException:
                             while s.num_blocks > 0:
                                 s.num_blocks -= 1
@@ -92,6 +96,8 @@ cdef class LedgerOpen(LedgerBase):
                             s.computed = 0
                             s.vouched = 0
                             s.num_cached = 0
+                            s.indexed = 0
+                            s.unsealed = 0
                             raise
                         finally:
                             unpin_block(p, m.source)

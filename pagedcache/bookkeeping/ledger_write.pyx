@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t
 import numpy as np
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
-from pagedcache.bookkeeping.blocks cimport pin_block
+from pagedcache.bookkeeping.blocks cimport pin_block, pin_next
 from pagedcache.bookkeeping.copies cimport copies_reserve, queue_copy
 from pagedcache.bookkeeping.exports cimport seq_pointers, unique_and_live
 from pagedcache.bookkeeping.gate cimport leave
@@ -61,8 +61,8 @@ cdef class LedgerWrite(LedgerOpen):
         cdef int32_t[::1] d = dst
         for i in range(plan.num_privates):
             if plan.privates[i].copy:
-                s[n] = plan.privates[i].old
-                d[n] = plan.privates[i].new
+                s[n] = plan.privates[i].from_place
+                d[n] = place(self.pool.p, plan.privates[i].new)
                 n += 1
         self.mover(src, dst, np.full(n, self.pool.p.block_size, dtype=np.int32))
 
@@ -92,6 +92,7 @@ cdef class LedgerWrite(LedgerOpen):
             raise InvalidArgumentError(f"counts: {total} tokens in one step are too many")
         cdef SlotMapping mapping = SlotMapping.__new__(SlotMapping)
         cdef int64_t[::1] slots
+        cdef int64_t[::1] places
         cdef pool_t *p = self.pool.p
         cdef plan_t plan
         cdef result_t r
@@ -110,6 +111,8 @@ cdef class LedgerWrite(LedgerOpen):
                 raise StorageMemoryError(bound * 48, "a slot mapping")
             out = np.empty(total, dtype=np.int64)
             slots = out
+            placed = np.empty(total, dtype=np.int64) if p.num_open > 0 else out
+            places = placed
             for i in range(n):
                 plan.writes[i].count = checked[i]
                 plan.writes[i].seq = pointers[i]
@@ -130,6 +133,9 @@ cdef class LedgerWrite(LedgerOpen):
                             if j == w.start or j % B == 0:
                                 mapping.note(w.seq.table[j // B])
                             slots[at] = w.seq.table[j // B] * B + j % B
+                            if p.num_open > 0:
+                                places[at] = (<int64_t> place(p, w.seq.table[j // B]) * B
+                                              + j % B)
                             at += 1
                     mapping.epoch = p.layout_epoch
                     mapping.checked = p.epoch
@@ -142,6 +148,9 @@ cdef class LedgerWrite(LedgerOpen):
         if r.code != OK:
             raise_result(r)
         mapping.slots = np.asarray(memoryview(out).toreadonly())
+        mapping.place_slots = mapping.slots
+        if placed is not out:
+            mapping.place_slots = np.asarray(memoryview(placed).toreadonly())
         return mapping
 
     def prepare_blocks_needed(self, SeqState seq, n):
@@ -167,7 +176,7 @@ cdef class LedgerWrite(LedgerOpen):
             leave(p)
         finally:
             pc_release(plan.privates)
-        if r.code != OK and r.code != E_BLOCKS:
+        if r.code != OK and r.code != E_BLOCKS and r.code != E_OPEN:
             raise_result(r)
         return plan.fresh
 
@@ -212,10 +221,9 @@ cdef class LedgerWrite(LedgerOpen):
                     for j in range(w.start, w.start + w.count):
                         if pin is not None:
                             if j == w.start or j % B == 0:
-                                pin.pin.blocks[pin.pin.count] = w.seq.table[j // B]
-                                pin.pin.count += 1
-                                pin_block(p, w.seq.table[j // B])
-                            slots[j - w.start] = w.seq.table[j // B] * B + j % B
+                                pin_next(p, pin.pin, w.seq.table[j // B])
+                            slots[j - w.start] = (<int64_t> place(p, w.seq.table[j // B]) * B
+                                                  + j % B)
             finally:
                 leave(p)
         finally:
@@ -289,13 +297,58 @@ cdef class LedgerWrite(LedgerOpen):
         room = seq.s.num_blocks * B
         if b <= room and b > a:
             for i in range(a // B, blocks_for(b, B)):
-                pin.pin.blocks[pin.pin.count] = seq.s.table[i]
-                pin.pin.count += 1
-                pin_block(p, seq.s.table[i])
+                pin_next(p, pin.pin, seq.s.table[i])
         leave(p)
         if b > room:
             raise_result(answer(E_POSITION, b, room, 4))
         return pin
+
+    def pin_reads(self, list seqs, list ends):
+        """Pin the blocks of the first ``ends[i]`` tokens of each sequence -> (Pin, indptr).
+
+        The pin's ``block_ids`` and ``places`` hold those of all sequences, one after the other;
+        int64 ``indptr[i]`` … ``indptr[i + 1]`` are the i-th's. A sequence may come twice.
+        """
+        seqs, ends = list(seqs), list(ends)       # an __index__ may change the caller's lists
+        cdef pool_t *p = self.pool.p
+        cdef int64_t B = p.block_size
+        cdef int64_t longest = <int64_t> p.num_blocks * B
+        cdef int64_t i, j, n = len(seqs), end
+        cdef int64_t[::1] bounds
+        cdef result_t r
+        cdef Pin pin
+        if len(ends) != n:
+            raise InvalidArgumentError(f"lengths: expected one per sequence ({n}), "
+                                       f"got {len(ends)}")
+        indptr = np.zeros(n + 1, dtype=np.int64)
+        bounds = indptr
+        for i in range(n):
+            end = int_argument(ends[i], "lengths", 0, HUGE)
+            if end > longest:
+                raise_result(answer(E_POSITION, end, longest, 4))
+            bounds[i + 1] = bounds[i] + blocks_for(end, B)
+            ends[i] = end
+        cdef seq_t **pointers = seq_pointers(self.pool, seqs)
+        try:
+            pin = new_pin(self.pool, bounds[n])
+            enter_fast(p)
+            r = unique_and_live(p, pointers, n, False)
+            for i in range(n):
+                if r.code != OK:
+                    break
+                end = ends[i]
+                if end > pointers[i].num_blocks * B:
+                    r = answer(E_POSITION, end, pointers[i].num_blocks * B, 4)
+            if r.code == OK:
+                for i in range(n):
+                    for j in range(bounds[i + 1] - bounds[i]):
+                        pin_next(p, pin.pin, pointers[i].table[j])
+            leave(p)
+        finally:
+            pc_release(pointers)
+        if r.code != OK:
+            raise_result(r)
+        return pin, indptr
 
     def pin_mapping(self, SlotMapping mapping):
         """Verify that a mapping may still be written and pin its blocks -> Pin."""
@@ -305,14 +358,12 @@ cdef class LedgerWrite(LedgerOpen):
         if mapping is None or mapping.pool is not self.pool:
             raise_result(answer(E_ARGUMENT, 6))
         cdef Pin pin = new_pin(self.pool, mapping.count)
-        pin.slots = mapping.slots
+        pin.slots = mapping.place_slots
         enter_fast(p)
         r = mapping.recheck()
         if r.code == OK:
             for i in range(mapping.count):
-                pin.pin.blocks[i] = mapping.blocks[i]
-                pin_block(p, mapping.blocks[i])
-            pin.pin.count = mapping.count
+                pin_next(p, pin.pin, mapping.blocks[i])
         leave(p)
         if r.code != OK:
             raise_result(r)
@@ -321,12 +372,13 @@ cdef class LedgerWrite(LedgerOpen):
     def pin_slots(self, slots):
         """Verify raw slots (int64 array, -1 = skip) as writable and pin their blocks -> Pin.
 
-        The pin's slots are a copy: what was checked is what will be written.
+        The pin's slots are a copy: what was checked is what will be written. Those of open blocks
+        become the slots of their places.
         """
         slots = np.array(slots, dtype=np.int64, order="C")
-        cdef const int64_t[::1] view = slots
+        cdef int64_t[::1] view = slots
         cdef int64_t n = view.shape[0]
-        cdef const int64_t *raw = &view[0] if n else NULL
+        cdef int64_t *raw = &view[0] if n else NULL
         cdef pool_t *p = self.pool.p
         cdef Pin pin = new_pin(self.pool, n)
         cdef result_t r

@@ -12,7 +12,8 @@ from pagedcache.bookkeeping.types cimport *
 
 KINDS = ("refs up", "refs down", "negative pin", "lost from the free list", "free list cut",
          "recency list cut", "uncounted", "forgotten by its node", "other tokens", "bucket",
-         "children", "double in the free list")
+         "children", "double in the free list", "open slot of another", "open slots cut",
+         "open and cached")
 
 
 def spoil(BlockPool pool, str kind, int32_t block):
@@ -42,6 +43,12 @@ def spoil(BlockPool pool, str kind, int32_t block):
         p.index.nodes[p.node[block]].partial_prev = p.node[block]
     elif kind == "children":
         p.index.nodes[p.node[block]].children += 1
+    elif kind == "open slot of another":
+        p.open_owner[p.open_of[block]] = (block + 1) % p.fresh
+    elif kind == "open slots cut":
+        p.open_next[p.open_free] = NONE
+    elif kind == "open and cached":
+        p.open_of[block] = p.open_free
     else:
         raise ValueError(kind)
 

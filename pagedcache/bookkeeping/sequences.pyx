@@ -233,6 +233,8 @@ cdef result_t fork(pool_t *p, seq_t *s, seq_t **child) noexcept nogil:
     c.appended = s.appended
     c.outdated = s.outdated
     c.granted = s.granted
+    c.indexed = s.indexed
+    c.unsealed = s.unsealed
     c.num_cached = s.num_cached
     seq_link(p, c)
     p.epoch += 1
@@ -252,6 +254,8 @@ cdef result_t truncate(pool_t *p, seq_t *s, int64_t n, bint keep_blocks) noexcep
     s.outdated = min(s.outdated, n)
     s.granted = min(s.granted, n)
     s.num_cached = min(s.num_cached, n)
+    s.indexed = min(s.indexed, n // p.block_size)
+    s.unsealed = min(s.unsealed, n // p.block_size)
     if s.appended > n:
         s.appended = n
         for i in range(p.num_layers):
@@ -361,20 +365,23 @@ cdef result_t may_commit(pool_t *p, seq_t *s, int64_t n) noexcept nogil:
 
 
 cdef void apply_commit(pool_t *p, seq_t *s, int64_t n) noexcept nogil:
-    """Mark the next n tokens computed and cache the blocks that became full."""
+    """Mark the next n tokens computed and cache the blocks that became full and are sealed."""
     cdef int64_t end = s.computed + n
-    cdef int64_t i = s.computed // p.block_size
     s.computed = end
     s.history = max(s.history, end)
     s.vouched = max(s.vouched, end)
-    while (i + 1) * p.block_size <= end:
-        cache_block(p, s, i)
-        i += 1
+    index_blocks(p, s)
     p.epoch += 1
 
 
-cdef result_t commit(pool_t *p, seq_t *s, int64_t n) noexcept nogil:
-    cdef result_t r = may_commit(p, s, n)
-    if r.code == OK:
-        apply_commit(p, s, n)
-    return r
+cdef void index_blocks(pool_t *p, seq_t *s) noexcept nogil:
+    """Cache what is computed, from where that was left, up to the first block that is open."""
+    cdef int64_t full = s.computed // p.block_size
+    while s.indexed < full and not is_open(p, s.table[s.indexed]):
+        cache_block(p, s, s.indexed)
+        s.indexed += 1
+    if p.num_open == 0:
+        s.unsealed = full
+    while s.unsealed < full and not is_open(p, s.table[s.unsealed]):
+        s.unsealed += 1
+

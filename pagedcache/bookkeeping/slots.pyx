@@ -7,7 +7,7 @@ none twice, and each in a block that exactly one sequence holds and that is not 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
-from pagedcache.bookkeeping.blocks cimport pin_block
+from pagedcache.bookkeeping.blocks cimport pin_next
 from pagedcache.bookkeeping.types cimport *
 
 
@@ -40,8 +40,23 @@ cdef bint seen(int64_t *table, uint64_t mask, int64_t slot) noexcept nogil:
     return False
 
 
-cdef result_t check_slots(pool_t *p, const int64_t *slots, int64_t n, pin_t *pin) noexcept nogil:
-    """Check all slots, then pin their blocks into ``pin`` (room for n ids)."""
+cdef result_t check_sealed(pool_t *p, const int64_t *slots, int64_t n) noexcept nogil:
+    """Slots in blocks that are not open come a whole block at a time, in order."""
+    cdef int64_t i = 0, j
+    while i < n:
+        if slots[i] == -1 or is_open(p, <int32_t> (slots[i] // p.block_size)):
+            i += 1
+            continue
+        for j in range(p.block_size):
+            if i + j >= n or slots[i + j] != slots[i] + j or slots[i] % p.block_size != 0:
+                return answer(E_SLOT, slots[i], 5)
+        i += p.block_size
+    return answer(OK)
+
+
+cdef result_t check_slots(pool_t *p, int64_t *slots, int64_t n, pin_t *pin) noexcept nogil:
+    """Check all slots, pin their blocks into ``pin`` (room for n ids), and turn the slots of open
+    blocks into those of their places."""
     cdef uint64_t size = 16
     cdef int64_t *table
     cdef int64_t i
@@ -61,6 +76,8 @@ cdef result_t check_slots(pool_t *p, const int64_t *slots, int64_t n, pin_t *pin
         if r.code != OK:
             break
     pc_release(table)
+    if r.code == OK and p.num_open > 0:
+        r = check_sealed(p, slots, n)
     if r.code != OK:
         return r
     for i in range(n):
@@ -68,8 +85,8 @@ cdef result_t check_slots(pool_t *p, const int64_t *slots, int64_t n, pin_t *pin
             continue
         b = <int32_t> (slots[i] // p.block_size)
         if b != last:
-            pin_block(p, b)
-            pin.blocks[pin.count] = b
-            pin.count += 1
+            pin_next(p, pin, b)
             last = b
+        if p.num_open > 0:
+            slots[i] += (<int64_t> place(p, b) - b) * p.block_size
     return answer(OK)

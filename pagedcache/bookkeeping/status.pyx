@@ -38,6 +38,7 @@ _SLOT = (
     "its block is shared with another sequence; prepare() copies it first",
     "its block is cached; prepare() copies it first",
     "its block is free; it belongs to no sequence",
+    "its block is sealed: write all of it, in order, or prepare() it",
 )
 _PENDING = ("commit", "store")
 _ARGUMENT = (
@@ -67,6 +68,9 @@ _CORRUPT = (
     "an idle block has another resident copy",
     "the list of sequences is broken",
     "the prefix index does not lead to its node, or miscounts what is behind it",
+    "it has an open slot that is another's, or is cached or free and has one",
+    "the free list of open slots is broken",
+    "it counts as sealed and is open",
 )
 
 
@@ -102,6 +106,8 @@ cdef object raise_result(result_t r):
         raise errors.StorageMemoryError(r.a, "bookkeeping")
     if r.code == E_BLOCKS:
         raise errors.OutOfBlocksError(r.a, r.b, r.c)
+    if r.code == E_OPEN:
+        raise errors.OutOfOpenBlocksError(r.a, r.b, r.c)
     if r.code == E_BLOCK:
         raise errors.BlockError(r.a, _BLOCK[r.b])
     if r.code == E_FREED:

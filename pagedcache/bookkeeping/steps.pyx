@@ -6,7 +6,7 @@ Run with the pool's lock held, on sequences that are live and named once.
 from libc.stdint cimport int64_t, uint32_t
 from libc.string cimport memcmp
 
-from pagedcache.bookkeeping.sequences cimport apply_commit, may_commit, name_tokens, tokens_fit
+from pagedcache.bookkeeping.sequences cimport may_commit, name_tokens, tokens_fit
 from pagedcache.bookkeeping.types cimport *
 
 
@@ -35,9 +35,9 @@ cdef bint agree(pool_t *p, seq_t *a, int64_t na, seq_t *b, int64_t nb) noexcept 
     return True
 
 
-cdef result_t commit_many(pool_t *p, seq_t **seqs, const int64_t *counts,
-                          int64_t n) noexcept nogil:
-    """Commit counts[i] tokens of seqs[i]."""
+cdef result_t may_commit_many(pool_t *p, seq_t **seqs, const int64_t *counts,
+                              int64_t n) noexcept nogil:
+    """Whether counts[i] tokens of seqs[i] may be committed; apply_commit() then cannot fail."""
     cdef int64_t i, j
     cdef result_t r
     for i in range(n):
@@ -50,8 +50,6 @@ cdef result_t commit_many(pool_t *p, seq_t **seqs, const int64_t *counts,
             if shares(p, seqs[j], counts[j]) and not agree(p, seqs[j], counts[j],
                                                            seqs[i], counts[i]):
                 return answer(E_ARGUMENT, 0, counts[i], seqs[i].computed)
-    for i in range(n):
-        apply_commit(p, seqs[i], counts[i])
     return answer(OK)
 
 

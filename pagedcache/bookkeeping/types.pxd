@@ -28,6 +28,7 @@ cdef enum:
     FLAG_MUST_COPY = 1       # pinned, and a holder gave up tokens that a view may show: see below
     FLAG_PENDING = 2         # an end of a block copy the engine has not finished
     FLAG_LATE = 4            # in use when a child of its prefix became idle
+    FLAG_SEALING = 8         # named in the plan of a seal that is being carried out
 
 cdef enum:                   # what an operation answers; status.pyx turns it into an exception
     OK = 0
@@ -44,6 +45,7 @@ cdef enum:                   # what an operation answers; status.pyx turns it in
     E_ARGUMENT               # a reason; b, c numbers
     E_REENTRANT              # called from a finalizer inside a call of the same thread
     E_CORRUPT                # a block id; b reason
+    E_OPEN                   # a needed, b available, c total: open slots
 
 cdef struct result_t:
     int code
@@ -83,6 +85,7 @@ cdef struct counters_t:
     int64_t prefix_queries, prefix_hits, query_tokens, hit_tokens, query_blocks, hit_blocks
     int64_t resumed_queries, resumed_hit_tokens
     int64_t evicted_blocks, evicted_tokens
+    int64_t blocks_sealed, blocks_reopened
 
 # Who the tokens belong to, shared by the forks of a sequence.
 cdef struct extra_t:
@@ -114,6 +117,8 @@ cdef struct seq_t:
     int64_t vouched          # end of the ranges prepared for writing
     int64_t granted          # end of the room given to writers that vouch: prepare(), extend()
     int64_t outdated         # tokens computed before the last reset: never cached again
+    int64_t indexed          # blocks before it were offered to the prefix index
+    int64_t unsealed         # blocks before it are sealed (full and computed, where none open)
     int64_t *written         # per layer: end of the sequence's own appends
     int64_t appended         # the furthest of them, so that engines with `store` walk no layers
     int64_t num_cached
@@ -126,6 +131,7 @@ cdef struct pin_t:
     bint keep                # free the sequence, but its handle still needs the memory
     int64_t count
     int32_t *blocks
+    int32_t *places          # where their bytes were when they were pinned; may be `blocks`
 
 cdef struct copy_t:
     int32_t src
@@ -160,6 +166,14 @@ cdef struct pool_t:
     int32_t num_cached
     int32_t num_pinned
     int64_t steps            # work counter
+    # open slots: see open.pyx
+    int32_t num_open         # 0: every block is always sealed
+    int32_t open_used
+    int32_t *open_of         # [num_blocks] slot of an open block, NONE when sealed
+    int32_t *open_owner      # [num_open] block that has the slot, NONE when free
+    int32_t *open_next       # free list of slots, in the order they were freed
+    int32_t open_free
+    int32_t open_last
     index_t index
     counters_t count
     pc_mutex drop_lock
@@ -203,6 +217,15 @@ cdef inline bint in_use(pool_t *p, int32_t block) noexcept nogil:
 cdef inline bint viewed(pool_t *p, int32_t block) noexcept nogil:
     """A view may show tokens here that its sequence gave up: copy before writing."""
     return p.pins[block] > 0 and p.flags[block] & FLAG_MUST_COPY
+
+
+cdef inline bint is_open(pool_t *p, int32_t block) noexcept nogil:
+    return p.num_open > 0 and p.open_of[block] != NONE
+
+
+cdef inline int32_t place(pool_t *p, int32_t block) noexcept nogil:
+    """Where a block's bytes are: its id, or num_blocks + its open slot."""
+    return p.num_blocks + p.open_of[block] if is_open(p, block) else block
 
 
 cdef inline int64_t high_water(pool_t *p, seq_t *s) noexcept nogil:

@@ -1,13 +1,17 @@
 from libc.stdint cimport int32_t, int64_t
 from pagedcache.bookkeeping.types cimport pool_t, result_t, seq_t
 
-# One block of a write range that must become the sequence's own.
+# One block of a write range that must become the sequence's own, or that must be opened: where
+# `new` is `old`, the block stays and gets an open slot.
 cdef struct private_t:
     seq_t *seq
     int64_t index
     int32_t old
     int32_t new
+    int32_t from_place       # where the old bytes are
     bint copy                # the old block holds bytes that matter
+    bint open                # the new block needs an open slot
+    bint replaced            # another block takes the old one's place in the table
 
 cdef struct write_t:
     seq_t *seq
@@ -22,6 +26,7 @@ cdef struct plan_t:
     int64_t num_privates
     int64_t num_copies
     int64_t fresh            # blocks to take in all
+    int64_t opens            # open slots to take in all
 
 cdef result_t plan_writes(pool_t *p, plan_t *plan) noexcept nogil
 cdef void take_privates(pool_t *p, plan_t *plan) noexcept nogil

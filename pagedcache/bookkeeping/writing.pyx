@@ -2,12 +2,16 @@
 """Preparing a write: tables grow, and shared or cached blocks of the write range are replaced by
 the sequence's own (copy-on-write). One plan serves a single append and a whole batch step.
 
+Where the pool has open slots, a block that the range fills whole, from its first token to its last,
+is written sealed; one that it fills in part, or that holds other bytes that matter, gets a slot.
+
 plan_writes() checks everything and changes nothing that stays; take_privates() takes the new
 blocks so that bytes can be copied; apply_writes() cannot fail, cancel_privates() undoes.
 """
 from libc.stdint cimport int32_t, int64_t
 
 from pagedcache.bookkeeping.blocks cimport pin_block, release_block, take, unpin_block
+from pagedcache.bookkeeping.opening cimport close_block, open_block
 from pagedcache.bookkeeping.sequences cimport table_reserve
 from pagedcache.bookkeeping.types cimport *
 
@@ -23,6 +27,7 @@ cdef result_t plan_one(pool_t *p, plan_t *plan, write_t *w) noexcept nogil:
     cdef int64_t blocks = blocks_for(end, p.block_size)
     cdef int64_t j, held
     cdef int32_t b
+    cdef bint replaced, whole
     cdef private_t *own
     if s.freed:
         return answer(E_FREED, s.serial)
@@ -33,18 +38,27 @@ cdef result_t plan_one(pool_t *p, plan_t *plan, write_t *w) noexcept nogil:
     held = max(high_water(p, s), s.vouched)
     for j in range(w.start // p.block_size, min(blocks, s.num_blocks)):
         b = s.table[j]
-        if not must_replace(p, b, w):
+        replaced = must_replace(p, b, w)
+        whole = w.start <= j * p.block_size and (j + 1) * p.block_size <= end
+        if not replaced and (p.num_open == 0 or whole or is_open(p, b)):
             continue
         own = &plan.privates[plan.num_privates]
         own.seq = s
         own.index = j
         own.old = b
         own.new = NONE
+        own.from_place = place(p, b)
         own.copy = j * p.block_size < held
+        own.open = p.num_open > 0 and (own.copy or not whole)
+        own.replaced = replaced
         plan.num_privates += 1
         plan.num_copies += own.copy
-        p.refs[b] -= 1                # so that the last holder of the batch keeps the block
+        plan.opens += own.open
+        if replaced:
+            plan.fresh += 1
+            p.refs[b] -= 1            # so that the last holder of the batch keeps the block
     plan.fresh += max(<int64_t> 0, blocks - s.num_blocks)
+    plan.opens += p.num_open > 0 and blocks > s.num_blocks and end % p.block_size != 0
     if plan.fresh > num_free(p):
         return answer(OK)             # refused by the caller, before memory is asked for
     if blocks > s.num_blocks and not table_reserve(s, blocks):
@@ -58,34 +72,46 @@ cdef result_t plan_writes(pool_t *p, plan_t *plan) noexcept nogil:
     plan.num_privates = 0
     plan.num_copies = 0
     plan.fresh = 0
+    plan.opens = 0
     for i in range(plan.num_writes):
         r = plan_one(p, plan, &plan.writes[i])
         if r.code != OK:
             break
     for i in range(plan.num_privates):
-        p.refs[plan.privates[i].old] += 1
+        if plan.privates[i].replaced:
+            p.refs[plan.privates[i].old] += 1
     if r.code != OK:
         return r
-    plan.fresh += plan.num_privates
     if plan.fresh > num_free(p):
         return answer(E_BLOCKS, plan.fresh, num_free(p), p.num_blocks)
+    if plan.opens > p.num_open - p.open_used:
+        return answer(E_OPEN, plan.opens, p.num_open - p.open_used, p.num_open)
     return answer(OK)
 
 
 cdef void take_privates(pool_t *p, plan_t *plan) noexcept nogil:
-    """Take the new blocks and pin the old ones: bytes can be copied now."""
+    """Take the new blocks and slots and pin the old blocks: bytes can be copied now."""
     cdef int64_t i
+    cdef private_t *own
     for i in range(plan.num_privates):
-        pin_block(p, plan.privates[i].old)
-        plan.privates[i].new = take(p)
+        own = &plan.privates[i]
+        pin_block(p, own.old)
+        own.new = take(p) if own.replaced else own.old
+        if own.open:
+            open_block(p, own.new)
 
 
 cdef void cancel_privates(pool_t *p, plan_t *plan) noexcept nogil:
     cdef int64_t i = plan.num_privates
+    cdef private_t *own
     while i > 0:
         i -= 1
-        release_block(p, plan.privates[i].new)
-        unpin_block(p, plan.privates[i].old)
+        own = &plan.privates[i]
+        if own.replaced:
+            release_block(p, own.new)
+        else:
+            close_block(p, own.new)
+        unpin_block(p, own.old)
 
 
 cdef void apply_writes(pool_t *p, plan_t *plan) noexcept nogil:
@@ -95,10 +121,14 @@ cdef void apply_writes(pool_t *p, plan_t *plan) noexcept nogil:
     cdef write_t *w
     for i in range(plan.num_privates):
         own = &plan.privates[i]
-        own.seq.table[own.index] = own.new
-        release_block(p, own.old)
+        if own.replaced:
+            own.seq.table[own.index] = own.new
+            release_block(p, own.old)
+            p.count.cow_copies += own.copy
         unpin_block(p, own.old)
-        p.count.cow_copies += own.copy
+        if own.open:
+            own.seq.unsealed = min(own.seq.unsealed, own.index)
+            p.count.blocks_reopened += own.copy and own.from_place < p.num_blocks
     for i in range(plan.num_writes):
         w = &plan.writes[i]
         if w.count <= 0:
@@ -107,6 +137,8 @@ cdef void apply_writes(pool_t *p, plan_t *plan) noexcept nogil:
         while w.seq.num_blocks < blocks:
             w.seq.table[w.seq.num_blocks] = take(p)
             w.seq.num_blocks += 1
+            if p.num_open > 0 and w.seq.num_blocks * p.block_size > w.start + w.count:
+                open_block(p, w.seq.table[w.seq.num_blocks - 1])
         if w.start <= max(w.seq.vouched, w.seq.computed):
             w.seq.vouched = max(w.seq.vouched, w.start + w.count)
     p.epoch += 1

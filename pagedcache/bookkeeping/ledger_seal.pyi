@@ -1,0 +1,3 @@
+from pagedcache.bookkeeping.ledger_write import LedgerWrite
+
+class LedgerSeal(LedgerWrite): ...

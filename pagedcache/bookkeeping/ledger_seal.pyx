@@ -1,0 +1,92 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""Tokens become valid: commit, and the seals of open blocks that it brings about."""
+from libc.stdint cimport int32_t, int64_t
+
+import numpy as np
+
+from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
+from pagedcache.bookkeeping.handles cimport int32_array
+from pagedcache.bookkeeping.ledger_write cimport LedgerWrite
+from pagedcache.bookkeeping.opening cimport (
+    apply_seals, cancel_seals, plan_last_seals, plan_seals,
+)
+from pagedcache.bookkeeping.sequences cimport apply_commit, index_blocks
+from pagedcache.bookkeeping.steps cimport may_commit_many
+from pagedcache.bookkeeping.types cimport *
+
+from pagedcache.errors import PagedCacheError, StorageMemoryError
+
+
+cdef class LedgerSeal(LedgerWrite):
+    """The ledger's operations that commit and seal; see ``Ledger``."""
+
+    cdef result_t _commit(self, seq_t **seqs, const int64_t *counts, int64_t n) except *:
+        """Commit counts[i] tokens of seqs[i], all or nothing. Entered and left with the lock held.
+        A seal that fails raises, and nothing is committed."""
+        cdef pool_t *p = self.pool.p
+        cdef int64_t i
+        cdef result_t r
+        with nogil:
+            r = may_commit_many(p, seqs, counts, n)
+        if r.code != OK:
+            return r
+        if p.open_used > 0:
+            self._seal(seqs, counts, n)
+        for i in range(n):
+            apply_commit(p, seqs[i], counts[i])
+        return r
+
+    cdef int _seal(self, seq_t **seqs, const int64_t *counts, int64_t n) except -1:
+        """Seal what will be full and far enough behind the end once these counts are committed."""
+        cdef pool_t *p = self.pool.p
+        cdef int64_t i, found = 0
+        cdef int32_t *blocks = <int32_t *> pc_calloc(p.open_used, sizeof(int32_t))
+        if blocks == NULL:
+            raise StorageMemoryError(4 * p.open_used, "a list of blocks to seal")
+        try:
+            for i in range(n):
+                found += plan_seals(p, seqs[i], seqs[i].computed + counts[i], blocks + found)
+            self._move_seals(blocks, found)
+        finally:
+            pc_release(blocks)
+        return 0
+
+    cdef int _seal_last(self, seq_t *s) except -1:
+        """Seal and cache a sequence's last full blocks before it goes, if that can be done."""
+        cdef pool_t *p = self.pool.p
+        cdef int32_t *blocks
+        if p.open_used == 0:
+            return 0
+        blocks = <int32_t *> pc_calloc(p.open_used, sizeof(int32_t))
+        if blocks == NULL:
+            return 0
+        try:
+            self._move_seals(blocks, plan_last_seals(p, s, blocks))
+        except (PagedCacheError, MemoryError):
+            return 0                  # then they are not cached
+        finally:
+            pc_release(blocks)
+        index_blocks(p, s)
+        return 0
+
+    cdef int _move_seals(self, const int32_t *blocks, int64_t n) except -1:
+        """Bring the bytes of planned blocks over and give their slots back, or cancel the plan."""
+        cdef pool_t *p = self.pool.p
+        cdef int64_t i
+        cdef int32_t[::1] source
+        if n == 0:
+            return 0
+        try:
+            target = int32_array(blocks, n)
+            places = int32_array(blocks, n)
+            source = places
+            for i in range(n):
+                source[i] = place(p, blocks[i])
+            if self.mover is not None:
+                self._move_bytes(self.mover, (places, target,
+                                              np.full(n, p.block_size, dtype=np.int32)))
+        except BaseException:
+            cancel_seals(p, blocks, n)
+            raise
+        apply_seals(p, blocks, n)
+        return 0

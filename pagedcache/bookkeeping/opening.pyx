@@ -1,0 +1,121 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""Open blocks: blocks that are kept, while they fill, in one of a few open slots.
+
+Some formats can store a block only once it is full. Where the pool has open slots, a block that is
+written in part gets one (writing.pyx); it is *sealed* - its bytes brought to where the block's id
+says - once it is full, committed and one block behind the end, so that rejected drafts do not seal
+and reopen it. A block is *reopened* when tokens of a sealed one are rewritten. Only sealed blocks
+are cached. A pinned block is not sealed: its reader has its place.
+
+All functions run with the pool's lock held.
+"""
+from libc.stdint cimport int32_t, int64_t
+
+from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
+from pagedcache.bookkeeping.types cimport *
+
+
+cdef bint opening_init(pool_t *p, int32_t num_open) noexcept nogil:
+    """Make the slots, all free. False: no memory, and what there is is destroyed with the pool."""
+    cdef int32_t i
+    p.open_of = <int32_t *> pc_calloc(p.num_blocks, sizeof(int32_t))
+    p.open_owner = <int32_t *> pc_calloc(num_open, sizeof(int32_t))
+    p.open_next = <int32_t *> pc_calloc(num_open, sizeof(int32_t))
+    if p.open_of == NULL or p.open_owner == NULL or p.open_next == NULL:
+        return False
+    for i in range(p.num_blocks):
+        p.open_of[i] = NONE
+    for i in range(num_open):
+        p.open_owner[i] = NONE
+        p.open_next[i] = i + 1 if i + 1 < num_open else NONE
+    p.open_free = 0
+    p.open_last = num_open - 1
+    p.num_open = num_open
+    return True
+
+
+cdef void opening_destroy(pool_t *p) noexcept nogil:
+    pc_release(p.open_of)
+    pc_release(p.open_owner)
+    pc_release(p.open_next)
+
+
+cdef void open_block(pool_t *p, int32_t block) noexcept nogil:
+    """Give a sealed block a slot; the caller has checked that there is one."""
+    cdef int32_t slot = p.open_free
+    p.open_free = p.open_next[slot]
+    if p.open_free == NONE:
+        p.open_last = NONE
+    p.open_next[slot] = NONE
+    p.open_owner[slot] = block
+    p.open_of[block] = slot
+    p.open_used += 1
+    p.generation[block] += 1          # a mapping made before has the other place
+
+
+cdef void close_block(pool_t *p, int32_t block) noexcept nogil:
+    """Take the slot of an open block away. Slots are reused in the order they were freed: work on
+    a device that still reads one is then most likely done."""
+    cdef int32_t slot = p.open_of[block]
+    p.open_of[block] = NONE
+    p.open_owner[slot] = NONE
+    p.open_next[slot] = NONE
+    if p.open_last == NONE:
+        p.open_free = slot
+    else:
+        p.open_next[p.open_last] = slot
+    p.open_last = slot
+    p.open_used -= 1
+    p.generation[block] += 1
+
+
+cdef int64_t plan_seals(pool_t *p, seq_t *s, int64_t end, int32_t *blocks) noexcept nogil:
+    """Blocks to seal when the sequence is computed up to ``end``: their ids and number. ``blocks``
+    has room for the blocks from s.unsealed on. None is named twice until apply or cancel."""
+    cdef int64_t i = s.unsealed, n = 0
+    cdef int32_t b
+    while (i + 2) * p.block_size <= end:
+        b = s.table[i]
+        i += 1
+        if is_open(p, b) and p.pins[b] == 0 and not p.flags[b] & FLAG_SEALING:
+            p.flags[b] |= FLAG_SEALING
+            blocks[n] = b
+            n += 1
+    return n
+
+
+cdef int64_t plan_last_seals(pool_t *p, seq_t *s, int32_t *blocks) noexcept nogil:
+    """Blocks to seal before the sequence goes, so that they can be cached: the full and computed
+    ones of known tokens behind a cached one, as far as nobody else holds them."""
+    cdef int64_t i = s.indexed, n = 0
+    cdef int32_t b
+    if i > 0 and p.node[s.table[i - 1]] == NONE:
+        return 0
+    while ((i + 1) * p.block_size <= min(s.computed, s.known)
+           and i * p.block_size >= s.outdated):
+        b = s.table[i]
+        i += 1
+        if not is_open(p, b):
+            continue
+        if p.pins[b] > 0 or p.refs[b] > 1:
+            break
+        p.flags[b] |= FLAG_SEALING
+        blocks[n] = b
+        n += 1
+    return n
+
+
+cdef void cancel_seals(pool_t *p, const int32_t *blocks, int64_t n) noexcept nogil:
+    cdef int64_t i
+    for i in range(n):
+        p.flags[blocks[i]] &= ~FLAG_SEALING
+
+
+cdef void apply_seals(pool_t *p, const int32_t *blocks, int64_t n) noexcept nogil:
+    """The bytes have been brought over: the slots are free again."""
+    cdef int64_t i
+    cancel_seals(p, blocks, n)
+    for i in range(n):
+        close_block(p, blocks[i])
+    p.count.blocks_sealed += n
+    p.epoch += n > 0
