@@ -19,10 +19,12 @@ from pagedcache.errors import (
     FormatError,
     InvalidPositionError,
     NonFiniteError,
+    PagedCacheError,
     ShapeError,
     StorageMemoryError,
     shown,
 )
+from pagedcache.foreign import as_ndarray, is_tensor
 from pagedcache.formats import FORMATS, KVFormat, get_format, get_policy
 
 _STATUS = {name: code for code, (name, _) in _native.status_table().items()}
@@ -69,9 +71,9 @@ class FlatQuantized:
     formats all quants, then (16-byte aligned) all scales; the others group after group.
 
     ``data=`` adopts such bytes, for instance from a file, instead of making new ones; they must
-    be a contiguous, writable uint8 array of that size (:class:`ShapeError`,
-    :class:`FormatError`). What a buffer is made of cannot be replaced later; its bytes can be
-    written through ``data``.
+    be a contiguous, writable uint8 array of that size, or a tensor of torch on the CPU
+    (:class:`ShapeError`, :class:`FormatError`, :class:`DeviceError`). What a buffer is made of
+    cannot be replaced later; its bytes can be written through ``data``.
     Raises :class:`InvalidArgumentError` for a negative or absurd ``num_values`` and
     :class:`StorageMemoryError` when the memory can't be had.
     """
@@ -92,6 +94,8 @@ class FlatQuantized:
             self._scale_offset = -(-quants // _SCALE_ALIGNMENT) * _SCALE_ALIGNMENT
             nbytes = self._scale_offset + groups * row.scale_nbytes
         self._nbytes = nbytes
+        if is_tensor(data):
+            data = _foreign(data, "data", "uint8", written=True)
         self._data = _new_bytes(nbytes) if data is None else _adopted_bytes(data, nbytes)
 
     @property
@@ -227,15 +231,24 @@ def _encode_bits(x: ArrayLike, format: KVFormat) -> NDArray[np.uint16]:
 
 
 def _decode_bits(bits: ArrayLike, format: KVFormat) -> NDArray[np.float32]:
-    try:
-        array = np.asarray(bits)
-    except (ValueError, OverflowError, MemoryError):  # ragged lists, huge ranges
-        raise FormatError("an array of uint16", type(bits).__name__, "bits") from None
+    array = _foreign(bits, "bits", "uint16")
     if array.dtype != np.uint16 or not array.dtype.isnative:
         raise FormatError("uint16", array.dtype, "bits")
     out = _new_values(array.size)
     _native.decode(format.code, _contiguous(array).view(np.uint8), 0, out)
     return out.reshape(array.shape)
+
+
+def _foreign(x: Any, what: str, dtype: str, written: bool = False) -> NDArray[Any]:
+    """What NumPy, torch or DLPack read of ``x``; the dtype is the caller's to check."""
+    try:
+        return as_ndarray(x, what, written=written)
+    except PagedCacheError:
+        raise
+    except (TypeError, ValueError, RuntimeError, OverflowError, MemoryError) as error:
+        # ragged lists, huge ranges, tensors of other dtypes
+        got = f"{type(x).__name__} ({shown(str(error))})"
+        raise FormatError(f"an array of {dtype}", got, what) from None
 
 
 def _contiguous(array: NDArray[Any]) -> NDArray[Any]:

@@ -141,9 +141,12 @@ FORMATS: Mapping[str, KVFormat] = _read_table()
 def get_format(format: str | KVFormat) -> KVFormat:
     """Return the format of that name.
 
-    Also takes ``"fp32"``, ``"fp16"``, ``"bf16"``, and a :class:`KVFormat` of the table, which is
-    returned as it is. Raises :class:`FormatError`, which names the choices, for anything else.
+    Also takes ``"fp32"``, ``"fp16"``, ``"bf16"``, a dtype of torch (``model.dtype``), and a
+    :class:`KVFormat` of the table, which is returned as it is. Raises :class:`FormatError`, which
+    names the choices, for anything else.
     """
+    if type(format).__name__ == "dtype" and type(format).__module__ == "torch":
+        format = str(format).removeprefix("torch.")
     if isinstance(format, str):
         found = FORMATS.get(_ALIASES.get(format, format))
         if found is not None:
