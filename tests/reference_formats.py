@@ -18,10 +18,17 @@ Bytes = NDArray[np.uint8]
 
 DENSE = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 #: Quant bytes and scale bytes of a group of 32.
-GROUP_BYTES = {"q8": (32, 4), "q4": (16, 4), "q8_0": (32, 2), "q4_0": (16, 2), "q4_1": (16, 4)}
-PLANAR = ("q8", "q4")
+GROUP_BYTES = {
+    "q8": (32, 4), "q4": (16, 4), "q8_0": (32, 2), "q4_0": (16, 2), "q4_1": (16, 4),
+    "q4k": (16, 4),
+}  # fmt: skip
+PLANAR = ("q8", "q4", "q4k")
 QUANTIZED = tuple(GROUP_BYTES)
 ALL = (*DENSE, *QUANTIZED)
+#: Formats whose groups are, in a block, one channel of a head over up to 32 tokens.
+BY_CHANNEL = ("q4k",)
+#: Formats whose groups lie inside one row.
+BY_ROW = tuple(name for name in ALL if name not in BY_CHANNEL)
 
 f32 = np.float32
 HALF_MAX = f32(65504)
@@ -30,6 +37,8 @@ HALF_MAX = f32(65504)
 def saturated(groups: Floats, counts: NDArray[np.intp]) -> Floats:
     """Inf as +- the largest finite magnitude of its group, NaN as 0, padding (zeros) ignored."""
     out = groups.copy()
+    if np.isfinite(groups).all():
+        return out
     for group, count in zip(out, counts, strict=True):
         values = group[:count]
         finite = np.isfinite(values)
@@ -116,7 +125,8 @@ def encode_q4_0(g: Floats) -> tuple[Bytes, Bytes]:
     return nibbles_in_halves(np.where(usable, q, 0)), bytes_of(d, np.float16)
 
 
-def encode_q4_1(g: Floats) -> tuple[Bytes, Bytes]:
+def affine(g: Floats) -> tuple[NDArray[np.int64], Floats, Floats]:
+    """Finite groups [n, any size] -> nibbles [n, size], scales [n, 1] and minima [n, 1]."""
     # argmin and argmax: of equal zeros the first one's sign counts
     least = np.take_along_axis(g, g.argmin(axis=1)[:, None], axis=1)
     most = np.take_along_axis(g, g.argmax(axis=1)[:, None], axis=1)
@@ -125,8 +135,13 @@ def encode_q4_1(g: Floats) -> tuple[Bytes, Bytes]:
     inverse = inverse_of(d)
     usable = np.isfinite(inverse)
     q = trunc_nibble((g - m) * np.where(usable, inverse, f32(0)), 0.5)
+    return np.where(usable, q, 0), d, m
+
+
+def encode_q4_1(g: Floats) -> tuple[Bytes, Bytes]:
+    q, d, m = affine(g)
     scales = np.concatenate([bytes_of(d, np.float16), bytes_of(m, np.float16)], axis=1)
-    return nibbles_in_halves(np.where(usable, q, 0)), scales
+    return nibbles_in_halves(q), scales
 
 
 def encode_groups(name: str, g: Floats) -> tuple[Bytes, Bytes]:
@@ -139,12 +154,14 @@ def encode_groups(name: str, g: Floats) -> tuple[Bytes, Bytes]:
             q, scale = encode_symmetric(g, 7)
             quants = np.where(scale == 0, 0, nibbles_in_pairs(q + 8)).astype(np.uint8)
             return quants, bytes_of(scale, f32)
+        if name == "q4k":  # a flat buffer has no tokens: 32 values in a row, as q4_1
+            return encode_q4_1(g)
         return {"q8_0": encode_q8_0, "q4_0": encode_q4_0, "q4_1": encode_q4_1}[name](g)
 
 
 def decode_groups(name: str, quants: Bytes, scales: Bytes) -> Floats:
     """Quants [n, quant bytes] and scales [n, scale bytes] -> values [n, 32]."""
-    dtype = f32 if name in PLANAR else np.float16
+    dtype = f32 if name in ("q8", "q4") else np.float16
     scale = np.ascontiguousarray(scales).view(dtype).astype(f32)
     low, high = (quants & 15).astype(f32), (quants >> 4).astype(f32)
     with np.errstate(all="ignore"):
@@ -219,8 +236,54 @@ def pack_plane(name: str, x: Floats) -> Bytes:
     return interleaved(name, data, scales)
 
 
+def encode_channels(x: Floats) -> tuple[Bytes, Bytes]:
+    """One head of a block, [tokens, dim], in q4k -> nibble rows [tokens, (dim + 1) // 2] and
+    scales [token groups, dim, 4]; non-finite values saturate channel by channel."""
+    tokens, dim = x.shape
+    rows = np.zeros((tokens, dim + dim % 2), np.int64)
+    scales = np.zeros((-(-tokens // 32), dim, 4), np.uint8)
+    for group, first in enumerate(range(0, tokens, 32)):
+        columns = np.ascontiguousarray(x[first : first + 32].T)
+        counts = np.full(dim, columns.shape[1])
+        with np.errstate(all="ignore"):
+            q, d, m = affine(saturated(columns, counts))
+        rows[first : first + 32, :dim] = q.T
+        scales[group, :, :2] = bytes_of(d, np.float16)
+        scales[group, :, 2:] = bytes_of(m, np.float16)
+    return (rows[:, ::2] | (rows[:, 1::2] << 4)).astype(np.uint8), scales
+
+
+def decode_channels(rows: Bytes, scales: Bytes, dim: int) -> Floats:
+    """What ``encode_channels`` gave -> [tokens, dim] float32."""
+    tokens = rows.shape[0]
+    q = np.stack([rows & 15, rows >> 4], axis=2).reshape(tokens, -1)[:, :dim].astype(f32)
+    each = np.ascontiguousarray(scales).view(np.float16).astype(f32)[np.arange(tokens) // 32]
+    with np.errstate(all="ignore"):
+        return q * each[..., 0] + each[..., 1]
+
+
+def round_trip_channels(x: Floats) -> Floats:
+    """A block [tokens, heads, dim] as it reads back after being stored in q4k."""
+    heads = [decode_channels(*encode_channels(x[:, h]), x.shape[2]) for h in range(x.shape[1])]
+    return np.stack(heads, axis=1)
+
+
+def pack_channels(layout: str, x: Floats) -> Bytes:
+    """Bytes of a q4k block: planes as of other planar formats, the scales of a plane head by
+    head, token group by token group, channel by channel."""
+    heads = [encode_channels(x[:, head]) for head in range(x.shape[1])]
+    if layout == "HND":
+        planes = [(rows.reshape(-1), scales.reshape(-1)) for rows, scales in heads]
+    else:
+        rows = np.stack([rows for rows, _ in heads], axis=1)
+        planes = [(rows.reshape(-1), np.stack([s for _, s in heads]).reshape(-1))]
+    return np.concatenate([padded16(part) for plane in planes for part in plane])
+
+
 def pack_block(name: str, layout: str, x: Floats) -> Bytes:
     """Bytes of a full block of one layer's K or V: ``x`` is [block_size, num_heads, dim]."""
+    if name in BY_CHANNEL:
+        return pack_channels(layout, x)
     if layout == "NHD":
         return pack_plane(name, x.reshape(-1, x.shape[-1]))
     return np.concatenate([pack_plane(name, x[:, head]) for head in range(x.shape[1])])

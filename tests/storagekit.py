@@ -22,21 +22,28 @@ DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 LAYOUTS = ("HND", "NHD")
 FORMATS = formats.ALL
 QUANTIZED = formats.QUANTIZED
+#: Formats whose rows are stored one by one: each has scales of its own.
+BY_ROW = formats.BY_ROW
 
 
-def make_storage(spec: CacheSpec, num_blocks: int, slabs: Any = None) -> Any:
+def make_storage(spec: CacheSpec, num_blocks: int, slabs: Any = None, num_open: int = 0) -> Any:
     """A storage on the tests' device; adopted arrays are the CPU's."""
     if ON_CPU or slabs is not None:
-        return CpuStorage(spec, num_blocks, slabs=slabs)
+        return CpuStorage(spec, num_blocks, num_open, slabs)
     from pagedcache.storage.placed import make_storage
 
     devices = placement(spec.num_layers)
     each = [devices] * spec.num_layers if isinstance(devices, str) else devices
-    return make_storage(spec, num_blocks, each)
+    return make_storage(spec, num_blocks, each, None, num_open)
 
 
 class Pair:
-    """A storage and a ReferenceStorage that are told the same."""
+    """A storage and a ReferenceStorage that are told the same.
+
+    Blocks of formats by channel (q4k) are written whole. There every block has an open slot here,
+    and what is to be written or copied a row at a time goes the way of a cache: the block is
+    reopened, rows are written to the slot, and it is sealed again.
+    """
 
     def __init__(
         self,
@@ -50,29 +57,82 @@ class Pair:
         dim: int = 33,
         block_size: int = 4,
         slabs: Any = None,
+        open_blocks: str | None = None,
     ) -> None:
         v_format = k_format if v_format is None else v_format
         self.spec = CacheSpec(
-            layers, heads, dim, block_size, k_format=k_format, v_format=v_format, layout=layout
-        )
-        self.storage = make_storage(self.spec, num_blocks, slabs)
+            layers, heads, dim, block_size, k_format=k_format, v_format=v_format, layout=layout,
+            open_blocks=open_blocks,
+        )  # fmt: skip
+        self.whole = not {k_format, v_format}.isdisjoint(formats.BY_CHANNEL)
+        num_open = num_blocks if self.spec.has_open_blocks else 0
+        self.storage = make_storage(self.spec, num_blocks, slabs, num_open)
         self.reference = ReferenceStorage(
-            layers, heads, dim, block_size, k_format, v_format, layout, num_blocks
-        )
+            layers, heads, dim, block_size, k_format, v_format, layout, num_blocks, num_open,
+            str(self.spec.open_blocks or "float16"),
+        )  # fmt: skip
 
     def fill(self, byte: int) -> None:
         """Set every byte of both."""
         for kind in KINDS:
             self.reference.blocks[kind][:] = byte
-            for layer in range(self.spec.num_layers):
-                write_slab(self.storage, layer, kind, byte)
+            self.reference.opened[kind][:] = byte
+        places = np.arange(self.storage.num_blocks + self.reference.num_open, dtype=np.int32)
+        self.storage.fill_blocks(places, byte)
 
     def store(self, layer: int, k: Array, v: Array, slots: Any, policy: str = "raise") -> None:
+        """Store rows at slots of sealed blocks."""
+        slots = np.asarray(slots, np.int64)
+        if not self.whole:
+            self.store_at(layer, k, v, slots, policy)
+            return
+        size, count = self.spec.block_size, self.storage.num_blocks
+        blocks = np.unique(slots[slots >= 0] // size)
+        every = np.full(len(blocks), size)
+        self.copy_places(blocks, blocks + count, every)
+        self.store_at(layer, k, v, np.where(slots < 0, slots, slots + count * size), policy)
+        self.copy_places(blocks + count, blocks, every)
+
+    def store_at(self, layer: int, k: Array, v: Array, slots: Any, policy: str = "raise") -> None:
+        """Store rows at place-slots, as they are."""
         slots = np.asarray(slots, np.int64)
         ready = self.storage.check_rows(layer, k, v, len(slots), policy)
         self.storage.store(layer, *ready, slots, policy)
         shape = (len(slots), self.spec.num_kv_heads, self.spec.head_dim)
         self.reference.store(layer, k.reshape(shape), v.reshape(shape), slots)
+
+    def copy_blocks(self, src: Any, dst: Any, rows: Any) -> None:
+        """Copy between sealed blocks."""
+        count, size = self.storage.num_blocks, self.spec.block_size
+        steps: list[tuple[int, int, int]] = []
+        for source, target, n in zip(src, dst, rows, strict=True):
+            if self.whole and 0 < n < size:
+                steps += [(target, target + count, size), (source, target + count, n),
+                          (target + count, target, size)]  # fmt: skip
+            else:
+                steps.append((source, target, n))
+        self.copy_places(*(np.array(steps).reshape(-1, 3).T))
+
+    def copy_places(self, src: Any, dst: Any, rows: Any) -> None:
+        """Copy from place to place."""
+        lists = [np.asarray(x, np.int32) for x in (src, dst, rows)]
+        self.storage.copy_blocks(*lists)
+        self.reference.copy_blocks(*lists)
+
+    def copy_tokens(self, src: Any, dst: Any) -> None:
+        """Copy between slots of sealed blocks."""
+        pairs = [(np.asarray(src), np.asarray(dst))]
+        if self.whole:
+            pairs = [(np.array([s]), np.array([d])) for s, d in zip(src, dst, strict=True)]
+        size, count = self.spec.block_size, self.storage.num_blocks
+        for source, target in pairs:
+            blocks = target // size if self.whole else target[:0]
+            every = np.full(len(blocks), size)
+            moved = target + count * size if self.whole else target
+            self.copy_places(blocks, blocks + count, every)
+            self.storage.copy_tokens(source, moved)
+            self.reference.copy_tokens(source, moved)
+            self.copy_places(blocks + count, blocks, every)
 
     def fill_random(self, seed: int = 0) -> None:
         """Store random rows in every slot of every layer."""
@@ -84,18 +144,31 @@ class Pair:
             self.store(layer, k, v, slots)
 
     def assert_equal(self) -> None:
-        """Every byte of every slab, padding included."""
+        """Every byte of every slab, padding and open slots included."""
         for kind in KINDS:
             for layer in range(self.spec.num_layers):
                 np.testing.assert_array_equal(
                     raw_slab(self.storage, layer, kind), self.reference.blocks[kind][layer]
                 )
+                if self.reference.num_open:
+                    np.testing.assert_array_equal(
+                        raw_open_slab(self.storage, layer, kind),
+                        self.reference.opened[kind][layer],
+                    )
 
 
 def raw_slab(storage: Any, layer: int, kind: Any) -> NDArray[np.uint8]:
     """Return a slab's blocks as uint8 [num_blocks, block_nbytes]: on the CPU the memory itself,
     writable, else a copy."""
-    slab = storage.slab_array(layer, kind, writable=True)
+    return _raw(storage.slab_array(layer, kind, writable=True))
+
+
+def raw_open_slab(storage: Any, layer: int, kind: Any) -> NDArray[np.uint8]:
+    """The same of the open slots."""
+    return _raw(storage.open_slab_array(layer, kind, writable=True))
+
+
+def _raw(slab: Any) -> NDArray[np.uint8]:
     raw = host(slab).reshape(len(slab), -1).view(np.uint8)
     assert not isinstance(slab, np.ndarray) or np.shares_memory(raw, slab)
     return raw
@@ -112,10 +185,12 @@ def write_slab(storage: Any, layer: int, kind: Any, values: Any) -> None:
 
 def snapshot(storage: Any) -> list[bytes]:
     """Return every stored byte, for "nothing has changed"."""
+    slabs = [raw_slab, raw_open_slab] if storage.num_open else [raw_slab]
     return [
-        raw_slab(storage, layer, kind).tobytes()
+        raw(storage, layer, kind).tobytes()
         for layer in range(storage.spec.num_layers)
         for kind in KINDS
+        for raw in slabs
     ]
 
 

@@ -62,14 +62,13 @@ def apart(spec: CacheSpec, num_blocks: int) -> Any:
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("arrange", [halves, planes, blocks_first, apart])
 def test_adopted_arrays(fmt: str, layout: str, arrange: Any) -> None:
-    spec = CacheSpec(2, 3, 40, 4, fmt, layout=layout)
+    spec = CacheSpec(2, 3, 40, 4, k_format=fmt, v_format=fmt, layout=layout)
     slabs = arrange(spec, 5)
     pair = Pair(fmt, layout=layout, layers=2, heads=3, dim=40, num_blocks=5, slabs=slabs)
     pair.fill_random()
     pair.assert_equal()
     ids = (np.array([0, 4], np.int32), np.array([3, 1], np.int32), np.array([4, 3], np.int32))
-    pair.storage.copy_blocks(*ids)
-    pair.reference.copy_blocks(*ids)
+    pair.copy_blocks(*ids)
     moves = [(2, -1), (0, 2), (-1, 0)]
     pair.storage.move_blocks(np.array(moves, np.int32))
     pair.reference.move_blocks(moves)
@@ -169,7 +168,7 @@ def test_unusable_arrays_are_refused(make: Any, error: Any, named: str) -> None:
 
 @pytest.mark.parametrize("fmt", QUANTIZED)
 def test_quantised_arrays_are_raw_bytes(fmt: str) -> None:
-    spec = CacheSpec(1, 2, 32, 4, fmt)
+    spec = CacheSpec(1, 2, 32, 4, k_format=fmt, v_format=fmt)
     nbytes = spec.layer_block_nbytes("k")
     right = [np.zeros((4, nbytes), np.uint8)]
     for wrong in (np.zeros((4, nbytes), np.int8), np.zeros((4, nbytes // 4), np.float32)):
