@@ -245,6 +245,46 @@ def test_no_slot_left_is_refused_with_nothing_changed() -> None:
     kit.ledger.check()
 
 
+def test_full_blocks_are_sealed_early_where_slots_are_short() -> None:
+    kit = Kit(num_open=3)
+    a, b, c = kit.open(), kit.open(), kit.open()
+    for token in range(6):
+        kit.write(a, [token])  # two slots: one block waits to be a block behind the end
+    kit.write(b, [50])
+    assert kit.is_open(a) == [True, True] and kit.ledger.open_in_use == 3
+    kit.write(c, [60])  # takes the slot of the block that waits
+    assert kit.is_open(a) == [False, True]
+    assert kit.ledger.stats()["blocks_sealed"] == 1
+    assert [kit.read(s) for s in (a, b, c)] == [list(range(6)), [50], [60]]
+    kit.ledger.check()
+    kit.write(a, [6])
+    assert kit.ledger.probe(np.arange(7, dtype=np.uint32)) == 4  # offered at the next commit
+    with pytest.raises(OutOfOpenBlocksError):  # no block is full now
+        kit.write(kit.open(), [70])
+    kit.ledger.check()
+
+
+def test_early_seals_spare_what_is_written_pinned_or_cut() -> None:
+    kit = Kit(num_open=2)
+    a, b = kit.open(), kit.open()
+    for token in range(5):
+        kit.write(a, [token], name=False)
+    with kit.ledger.pin_range(a, 0, 4), pytest.raises(OutOfOpenBlocksError):
+        kit.write(b, [50])
+    kit.ledger.truncate(a, 2)  # its block is not full any more
+    kit.write(a, [20, 30, 40], name=False)
+    kit.ledger.truncate(a, 3)
+    kit.write(b, [50])
+    assert kit.is_open(a) == [True] and kit.is_open(b) == [True]
+    assert kit.read(a) == [0, 1, 20]
+    kit.places.fail = True
+    kit.write(a, [41])
+    with pytest.raises(PagedCacheError, match="no bytes"):  # the seal fails: nothing has changed
+        kit.write(a, [42])
+    assert a.seq_len == 4 and kit.is_open(a) == [True]
+    kit.ledger.check()
+
+
 def test_a_pinned_block_is_not_sealed_and_is_sealed_later() -> None:
     kit = Kit()
     seq = kit.open()

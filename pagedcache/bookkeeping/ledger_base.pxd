@@ -1,4 +1,4 @@
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 from pagedcache.bookkeeping.block_pool cimport BlockPool
 from pagedcache.bookkeeping.handles cimport SeqState
 from pagedcache.bookkeeping.types cimport pool_t
@@ -17,4 +17,5 @@ cdef class LedgerBase:
     cdef object move_mover
     cdef object __weakref__
     cdef pool_t *_of(self, SeqState seq) except NULL
+    cdef int _move_seals(self, const int32_t *blocks, int64_t n) except -1
     cdef int _move_bytes(self, object call, tuple arguments) except -1

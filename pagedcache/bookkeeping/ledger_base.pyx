@@ -9,11 +9,13 @@ from pagedcache.bookkeeping.alloc cimport pc_calloc
 from pagedcache.bookkeeping.block_pool cimport BlockPool
 from pagedcache.bookkeeping.blocks cimport forget_all
 from pagedcache.bookkeeping.gate cimport leave, open_gate, shut_gate
-from pagedcache.bookkeeping.handles cimport SeqState, enter_fast
+from pagedcache.bookkeeping.handles cimport SeqState, enter_fast, int32_array
 from pagedcache.bookkeeping.inspect cimport fragmentation_t, measure
-from pagedcache.bookkeeping.opening cimport opening_init
+from pagedcache.bookkeeping.opening cimport apply_seals, cancel_seals, opening_init
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
+
+import numpy as np
 
 from pagedcache.errors import StorageMemoryError
 
@@ -72,6 +74,28 @@ cdef class LedgerBase:
         finally:
             with nogil:
                 open_gate(p)
+        return 0
+
+    cdef int _move_seals(self, const int32_t *blocks, int64_t n) except -1:
+        """Bring the bytes of planned blocks over and give their slots back, or cancel the plan."""
+        cdef pool_t *p = self.pool.p
+        cdef int64_t i
+        cdef int32_t[::1] source
+        if n == 0:
+            return 0
+        try:
+            target = int32_array(blocks, n)
+            places = int32_array(blocks, n)
+            source = places
+            for i in range(n):
+                source[i] = place(p, blocks[i])
+            if self.mover is not None:
+                self._move_bytes(self.mover, (places, target,
+                                              np.full(n, p.block_size, dtype=np.int32)))
+        except BaseException:
+            cancel_seals(p, blocks, n)
+            raise
+        apply_seals(p, blocks, n)
         return 0
 
     def reset_prefix_cache(self):

@@ -1,4 +1,4 @@
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int64_t
 from pagedcache.bookkeeping.ledger_write cimport LedgerWrite
 from pagedcache.bookkeeping.types cimport result_t, seq_t
 
@@ -6,4 +6,3 @@ cdef class LedgerSeal(LedgerWrite):
     cdef result_t _commit(self, seq_t **seqs, const int64_t *counts, int64_t n) except *
     cdef int _seal(self, seq_t **seqs, const int64_t *counts, int64_t n) except -1
     cdef int _seal_last(self, seq_t *s) except -1
-    cdef int _move_seals(self, const int32_t *blocks, int64_t n) except -1

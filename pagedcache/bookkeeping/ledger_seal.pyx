@@ -2,14 +2,9 @@
 """Tokens become valid: commit, and the seals of open blocks that it brings about."""
 from libc.stdint cimport int32_t, int64_t
 
-import numpy as np
-
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
-from pagedcache.bookkeeping.handles cimport int32_array
 from pagedcache.bookkeeping.ledger_write cimport LedgerWrite
-from pagedcache.bookkeeping.opening cimport (
-    apply_seals, cancel_seals, plan_last_seals, plan_seals,
-)
+from pagedcache.bookkeeping.opening cimport plan_last_seals, plan_seals
 from pagedcache.bookkeeping.sequences cimport apply_commit, index_blocks
 from pagedcache.bookkeeping.steps cimport may_commit_many
 from pagedcache.bookkeeping.types cimport *
@@ -67,26 +62,4 @@ cdef class LedgerSeal(LedgerWrite):
         finally:
             pc_release(blocks)
         index_blocks(p, s)
-        return 0
-
-    cdef int _move_seals(self, const int32_t *blocks, int64_t n) except -1:
-        """Bring the bytes of planned blocks over and give their slots back, or cancel the plan."""
-        cdef pool_t *p = self.pool.p
-        cdef int64_t i
-        cdef int32_t[::1] source
-        if n == 0:
-            return 0
-        try:
-            target = int32_array(blocks, n)
-            places = int32_array(blocks, n)
-            source = places
-            for i in range(n):
-                source[i] = place(p, blocks[i])
-            if self.mover is not None:
-                self._move_bytes(self.mover, (places, target,
-                                              np.full(n, p.block_size, dtype=np.int32)))
-        except BaseException:
-            cancel_seals(p, blocks, n)
-            raise
-        apply_seals(p, blocks, n)
         return 0

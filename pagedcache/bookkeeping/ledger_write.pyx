@@ -12,6 +12,7 @@ from pagedcache.bookkeeping.gate cimport leave
 from pagedcache.bookkeeping.handles cimport Pin, SeqState, SlotMapping, enter_fast, new_pin
 from pagedcache.bookkeeping.ledger_base cimport HUGE
 from pagedcache.bookkeeping.ledger_open cimport LedgerOpen
+from pagedcache.bookkeeping.opening cimport plan_early_seals
 from pagedcache.bookkeeping.sequences cimport written_end
 from pagedcache.bookkeeping.slots cimport check_slots
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
@@ -25,6 +26,38 @@ from pagedcache.errors import InvalidArgumentError, StorageMemoryError
 
 cdef class LedgerWrite(LedgerOpen):
     """The ledger's operations that make slots writable; see ``Ledger``."""
+
+    cdef result_t _plan(self, plan_t *plan) except *:
+        """plan_writes(); where open slots are missing, full and committed blocks of sequences that
+        are not written now are sealed before their time. Entered and left with the lock held."""
+        cdef pool_t *p = self.pool.p
+        cdef result_t r = plan_writes(p, plan)
+        cdef int64_t i, j, found
+        cdef write_t *w
+        cdef int32_t *blocks
+        if r.code != E_OPEN or r.a > r.c:
+            return r
+        blocks = <int32_t *> pc_calloc(r.a, sizeof(int32_t))
+        if blocks == NULL:
+            return answer(E_MEMORY, r.a * 4)
+        try:
+            for i in range(plan.num_writes):
+                w = &plan.writes[i]
+                for j in range(w.start // p.block_size,
+                               min(blocks_for(w.start + w.count, p.block_size), w.seq.num_blocks)):
+                    p.flags[w.seq.table[j]] |= FLAG_SEALING
+            found = plan_early_seals(p, r.a - r.b, blocks)
+            for i in range(plan.num_writes):
+                w = &plan.writes[i]
+                for j in range(w.start // p.block_size,
+                               min(blocks_for(w.start + w.count, p.block_size), w.seq.num_blocks)):
+                    p.flags[w.seq.table[j]] &= ~FLAG_SEALING
+            if found > 0:
+                self._move_seals(blocks, found)
+                r = plan_writes(p, plan)
+        finally:
+            pc_release(blocks)
+        return r
 
     cdef int _execute(self, plan_t *plan) except -1:
         """Carry out a checked plan, copies first. Entered and left with the lock held."""
@@ -123,7 +156,7 @@ cdef class LedgerWrite(LedgerOpen):
                     for i in range(n):
                         plan.writes[i].start = pointers[i].computed
                         plan.writes[i].settled = high_water(p, pointers[i])
-                    r = plan_writes(p, &plan)
+                    r = self._plan(&plan)
                 if r.code == OK:
                     self._execute(&plan)
                     for i in range(n):
@@ -215,7 +248,7 @@ cdef class LedgerWrite(LedgerOpen):
                     if w.start < 0 or w.start >= end:
                         r = answer(E_POSITION, w.start, end, 4)
                 if r.code == OK:
-                    r = plan_writes(p, &plan)
+                    r = self._plan(&plan)
                 if r.code == OK:
                     self._execute(&plan)
                     for j in range(w.start, w.start + w.count):

@@ -4,7 +4,8 @@
 Some formats can store a block only once it is full. Where the pool has open slots, a block that is
 written in part gets one (writing.pyx); it is *sealed* - its bytes brought to where the block's id
 says - once it is full, committed and one block behind the end, so that rejected drafts do not seal
-and reopen it. A block is *reopened* when tokens of a sealed one are rewritten. Only sealed blocks
+and reopen it. Where no slot is left, full and committed blocks are sealed before that time, so that
+a sequence needs one slot for its last block and no more. A block is *reopened* when tokens of a sealed one are rewritten. Only sealed blocks
 are cached. A pinned block is not sealed: its reader has its place.
 
 All functions run with the pool's lock held.
@@ -58,6 +59,7 @@ cdef void close_block(pool_t *p, int32_t block) noexcept nogil:
     a device that still reads one is then most likely done."""
     cdef int32_t slot = p.open_of[block]
     p.open_of[block] = NONE
+    p.flags[block] &= ~FLAG_FULL
     p.open_owner[slot] = NONE
     p.open_next[slot] = NONE
     if p.open_last == NONE:
@@ -102,6 +104,24 @@ cdef int64_t plan_last_seals(pool_t *p, seq_t *s, int32_t *blocks) noexcept nogi
         p.flags[b] |= FLAG_SEALING
         blocks[n] = b
         n += 1
+    return n
+
+
+cdef int64_t plan_early_seals(pool_t *p, int64_t wanted, int32_t *blocks) noexcept nogil:
+    """``wanted`` full and committed blocks to seal so that their slots can be used: their ids and
+    number, which is 0 where there are fewer. Blocks that bear FLAG_SEALING are left out."""
+    cdef int32_t slot, b
+    cdef int64_t n = 0
+    for slot in range(p.num_open):
+        b = p.open_owner[slot]
+        if (n < wanted and b != NONE and p.flags[b] & FLAG_FULL and p.pins[b] == 0
+                and not p.flags[b] & FLAG_SEALING):
+            blocks[n] = b
+            n += 1
+    if n < wanted:
+        return 0
+    for slot in range(<int32_t> n):
+        p.flags[blocks[slot]] |= FLAG_SEALING
     return n
 
 

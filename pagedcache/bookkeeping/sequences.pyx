@@ -268,6 +268,7 @@ cdef result_t truncate(pool_t *p, seq_t *s, int64_t n, bint keep_blocks) noexcep
             release_block(p, s.table[s.num_blocks])
     # a view of the given up tokens keeps its values: writing there copies the block first
     for i in range(n // p.block_size, s.num_blocks):
+        p.flags[s.table[i]] &= ~FLAG_FULL
         if p.pins[s.table[i]] > 0:
             p.flags[s.table[i]] |= FLAG_MUST_COPY
     p.epoch += 1
@@ -377,6 +378,7 @@ cdef void apply_commit(pool_t *p, seq_t *s, int64_t n) noexcept nogil:
 cdef void index_blocks(pool_t *p, seq_t *s) noexcept nogil:
     """Cache what is computed, from where that was left, up to the first block that is open."""
     cdef int64_t full = s.computed // p.block_size
+    cdef int64_t i
     while s.indexed < full and not is_open(p, s.table[s.indexed]):
         cache_block(p, s, s.indexed)
         s.indexed += 1
@@ -384,4 +386,7 @@ cdef void index_blocks(pool_t *p, seq_t *s) noexcept nogil:
         s.unsealed = full
     while s.unsealed < full and not is_open(p, s.table[s.unsealed]):
         s.unsealed += 1
+    for i in range(s.unsealed, full):
+        if is_open(p, s.table[i]):
+            p.flags[s.table[i]] |= FLAG_FULL
 

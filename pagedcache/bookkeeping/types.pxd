@@ -29,6 +29,7 @@ cdef enum:
     FLAG_PENDING = 2         # an end of a block copy the engine has not finished
     FLAG_LATE = 4            # in use when a child of its prefix became idle
     FLAG_SEALING = 8         # named in the plan of a seal that is being carried out
+    FLAG_FULL = 16           # open, full and committed: may be sealed before its time
 
 cdef enum:                   # what an operation answers; status.pyx turns it into an exception
     OK = 0
