@@ -30,6 +30,7 @@ TABLE = {
     "q8_0": (5, 32, 34, "interleaved", np.uint8),
     "q4_0": (6, 32, 18, "interleaved", np.uint8),
     "q4_1": (7, 32, 20, "interleaved", np.uint8),
+    "q4k": (8, 32, 20, "planar", np.uint8),
 }
 
 DENSE = [name for name, row in TABLE.items() if row[3] == "dense"]
@@ -43,7 +44,11 @@ def test_the_table() -> None:
         assert (fmt.name, fmt.code, fmt.group_size) == (name, code, group_size)
         assert (fmt.group_nbytes, fmt.packing, fmt.dtype) == (group_nbytes, packing, dtype)
         assert fmt.is_quantized == (packing != "dense")
-        assert (fmt.group_axis, fmt.open_format) == ("row", -1)
+        by_channel = name == "q4k"  # SPEC F6: its groups run along the tokens of a block
+        assert fmt.group_axis == ("tokens" if by_channel else "row")
+        assert fmt.open_format == (1 if by_channel else -1)
+        assert fmt.default_open_format is (FORMATS["float16"] if by_channel else None)
+        assert fmt.v_partner is (FORMATS["q4_1"] if by_channel else fmt)
 
 
 def test_native_tables_are_complete() -> None:
@@ -57,6 +62,7 @@ def test_native_tables_are_complete() -> None:
 def test_figures() -> None:
     q8, q4 = get_format("q8"), get_format("q4")
     assert (q8.bytes_per_value, q4.bytes_per_value) == (1.125, 0.625)
+    assert get_format("q4k").bytes_per_value == 0.625  # in blocks of 32 tokens
     assert f"{q8.reduction_vs_float32:.2f} {q4.reduction_vs_float32:.1f}" == "3.56 6.4"
     assert f"{q8.reduction_vs_16bit:.2f} {q4.reduction_vs_16bit:.1f}" == "1.78 3.2"
     assert get_format("float16").reduction_vs_float32 == 2
@@ -143,6 +149,7 @@ def test_native_doors_refuse_unknown_codes(code: int) -> None:
         lambda: native.block_geometry(code, 0, 1, 1, 32),
         lambda: native.row_address(code, 0, 1, 1, 32, 4096, 0, 0, 0),
         lambda: Slabs([slab], code, 0, 1, 1, 32),
+        lambda: Slabs([slab[:, :128]], 0, 0, 1, 1, 32, [slab], code),
         lambda: good.store(0, rows, code, np.zeros(1, np.int64), 0),
         lambda: good.load(0, np.zeros(1, np.int32), 0, rows, code),
         lambda: find_nonfinite(rows, code),

@@ -8,20 +8,17 @@ import numpy as np
 import pytest
 import reference_formats as ref
 
-from pagedcache._native.arithmetic import block_geometry, decode, encode, row_address
 from pagedcache.formats import FORMATS
+from pagedcache.spec import CacheSpec
+from pagedcache.storage import CpuStorage
 
 GOLDEN = Path(__file__).parent / "golden"
 X = np.load(GOLDEN / "inputs.npy")
 TOKENS, HEADS, DIM = X.shape
 
 
-def addresses(code: int, nbytes: int) -> dict[tuple[int, int], tuple[int, int]]:
-    return {
-        (token, head): row_address(code, 0, HEADS, TOKENS, DIM, nbytes, 0, head, token)
-        for token in range(TOKENS)
-        for head in range(HEADS)
-    }
+def storage_of(name: str) -> CpuStorage:
+    return CpuStorage(CacheSpec(1, HEADS, DIM, TOKENS, k_format=name, v_format="float32"), 1)
 
 
 def test_every_format_has_its_file_and_no_other() -> None:
@@ -31,23 +28,24 @@ def test_every_format_has_its_file_and_no_other() -> None:
 # SPEC F9a F10
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_golden_bytes(name: str) -> None:
-    code = FORMATS[name].code
     golden = np.frombuffer((GOLDEN / f"{name}.bin").read_bytes(), np.uint8)
-    assert golden.size == block_geometry(code, 0, HEADS, TOKENS, DIM)["block_nbytes"]
+    storage = storage_of(name)
+    assert golden.size == storage.spec.layer_block_nbytes("k")
     assert np.array_equal(golden, ref.pack_block(name, "HND", X))  # the independent model agrees
-    block = np.zeros_like(golden)
-    for (token, head), (data, scales) in addresses(code, golden.size).items():
-        row = np.ascontiguousarray(X[token, head])
-        assert encode(code, row, block[data:], scales - data, 0) == 0
-    assert np.array_equal(block, golden)
+    storage.store(0, *storage.check_rows(0, X, X, TOKENS), np.arange(TOKENS))
+    block = storage.block_array(0, "k", 0)
+    assert np.array_equal(block.reshape(-1).view(np.uint8), golden)
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_golden_bytes_read_back(name: str) -> None:
-    code = FORMATS[name].code
     golden = np.frombuffer((GOLDEN / f"{name}.bin").read_bytes(), np.uint8)
-    for (token, head), (data, scales) in addresses(code, golden.size).items():
-        row = np.empty(DIM, np.float32)
-        decode(code, golden[data:], scales - data, row)
-        expected = ref.round_trip(name, X[token, head][None])[0]
-        assert np.array_equal(row.view(np.uint32), expected.view(np.uint32))
+    storage = storage_of(name)
+    block = storage.block_array(0, "k", 0, writable=True)
+    block.reshape(-1).view(np.uint8)[:] = golden
+    got = storage.gather(0, np.zeros(1, np.int32), 0, TOKENS, np.float32)[0]
+    if name in ref.BY_CHANNEL:
+        expected = ref.round_trip_channels(X)
+    else:
+        expected = ref.round_trip(name, X.reshape(-1, DIM)).reshape(X.shape)
+    assert np.array_equal(got.view(np.uint32), expected.view(np.uint32))

@@ -228,8 +228,8 @@ def bound(name: str, x: np.ndarray) -> np.ndarray:
     amax = np.abs(x).max(axis=1, keepdims=True)
     if name in ("q8", "q4"):
         return amax / {"q8": 127, "q4": 7}[name] / 2 + 2.0**-20 * amax
-    steps = {"q8_0": 127, "q4_0": 8, "q4_1": 15}[name]
-    step = (np.ptp(x, axis=1, keepdims=True) if name == "q4_1" else amax) / steps
+    steps = {"q8_0": 127, "q4_0": 8, "q4_1": 15, "q4k": 15}[name]
+    step = (np.ptp(x, axis=1, keepdims=True) if steps == 15 else amax) / steps
     half_step = np.broadcast_to(step / 2, x.shape)
     if name == "q4_0":  # the extreme is -8 steps, the other side ends at 7: cut by up to a step
         extreme = np.take_along_axis(x, np.abs(x).argmax(axis=1)[:, None], axis=1)

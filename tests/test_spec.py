@@ -43,6 +43,56 @@ def test_formats_of_k_and_v() -> None:
         spec(kv_format="q8", k_format="q8", v_format="q4")
 
 
+# q4k is for keys; V takes its partner.
+def test_q4k_chooses_both_formats() -> None:
+    s = spec(kv_format="q4k")
+    assert (s.k_format.name, s.v_format.name) == ("q4k", "q4_1")
+    assert s.kv_format is FORMATS["q4k"] and s == spec(k_format="q4k", v_format="q4_1")
+    assert spec(kv_format="q4k", v_format="q8").v_format.name == "q8"
+    assert spec(kv_format="q4k", k_format="q8").v_format.name == "q4_1"
+    assert spec(k_format="q4k").v_format.name == "float16"
+    assert spec(k_format="q4k", v_format="q4k").kv_format is None
+    assert spec(kv_format="q4_1").kv_format is FORMATS["q4_1"]
+
+
+def test_open_blocks() -> None:
+    s = spec(kv_format="q4k")
+    assert s.open_blocks is FORMATS["float16"] and s.has_open_blocks
+    assert s.open_format("k") is s.open_format("v") is FORMATS["float16"]
+    assert s.open_block_shape == (3, 16, 64) and spec(
+        kv_format="q4k", layout="NHD").open_block_shape == (16, 3, 64)  # fmt: skip
+    assert s.open_block_nbytes == 2 * 2 * 3 * 16 * 64 * 2
+    assert s.layer_open_block_nbytes("v") == 3 * 16 * 64 * 2
+    assert s.storage_nbytes(10, 3) == 10 * s.block_nbytes + 3 * s.open_block_nbytes
+    # a kind that is not quantised keeps its own format in open blocks
+    mixed = spec(k_format="q4k", v_format="float32", open_blocks="bf16")
+    assert mixed.open_format("k").name == "bfloat16" and mixed.open_format("v").name == "float32"
+    assert mixed.open_block_nbytes == 2 * 3 * 16 * 64 * (2 + 4)
+    # any quantised format can have them, and none has to but q4k
+    q4 = spec(kv_format="q4", open_blocks=FORMATS["float32"])
+    assert q4.open_format("k").name == "float32" and q4 != spec(kv_format="q4")
+    for plain in (spec(kv_format="q4"), spec(), spec(kv_format="float32")):
+        assert plain.open_blocks is None and not plain.has_open_blocks
+        assert plain.open_block_nbytes == plain.layer_open_block_nbytes("k") == 0
+        with pytest.raises(InvalidArgumentError, match="no open blocks"):
+            plain.open_format("k")
+        with pytest.raises(InvalidArgumentError, match="num_open"):
+            plain.storage_nbytes(10, 1)
+    for quantised in ("q8", "q4k", "q8_0"):
+        with pytest.raises(FormatError, match="open_blocks"):
+            spec(kv_format="q4", open_blocks=quantised)
+    with pytest.raises(FormatError, match="float64"):
+        spec(kv_format="q4", open_blocks="float64")
+    for dense in ("float16", "float32"):
+        with pytest.raises(InvalidArgumentError, match="neither K nor V"):
+            spec(kv_format=dense, open_blocks="float16")
+    for bad in (-1, 1.5, None, "3"):
+        with pytest.raises(InvalidArgumentError, match="num_open"):
+            s.storage_nbytes(1, bad)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="kind"):
+        s.open_format("x")  # type: ignore[arg-type]
+
+
 # SPEC F9, CASE C40 C42
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", list(FORMATS))
@@ -51,7 +101,10 @@ def test_formats_of_k_and_v() -> None:
 def test_sizes_are_those_of_real_blocks(
     layout: str, name: str, heads: int, tokens: int, dim: int
 ) -> None:
-    s = spec(num_kv_heads=heads, block_size=tokens, head_dim=dim, kv_format=name, layout=layout)
+    s = spec(
+        num_kv_heads=heads, block_size=tokens, head_dim=dim, k_format=name, v_format=name,
+        layout=layout,
+    )  # fmt: skip
     block = ref.pack_block(name, layout, np.ones((tokens, heads, dim), np.float32))
     assert s.layer_block_nbytes("k") == s.layer_block_nbytes("v") == block.size
     assert s.block_nbytes == 2 * 2 * block.size
@@ -74,6 +127,11 @@ def test_known_sizes() -> None:
     assert mixed.block_nbytes == 2 * (mixed.layer_block_nbytes("k") + mixed.layer_block_nbytes("v"))
     # CASE C40: 33 values take two groups, quants 16 * 64, scales 16 * 8
     assert spec(head_dim=33, kv_format="q8").layer_block_nbytes("k") == 3 * (1024 + 128)
+    # 16 tokens of 64 channels: 32 bytes of nibbles a token, 4 bytes of scales a channel
+    q4k = spec(kv_format="q4k")
+    assert q4k.layer_block_nbytes("k") == 3 * (16 * 32 + 64 * 4)
+    assert q4k.bytes_per_value == (0.75 + 0.625) / 2
+    assert spec(kv_format="q4k", block_size=32).bytes_per_value == 0.625
     # one row of one group: the plane is padded to a multiple of 16
     one = spec(head_dim=1, num_kv_heads=1, block_size=1, kv_format="q4")
     assert one.layer_block_nbytes("k") == 32 and one.bytes_per_value == 32
@@ -87,6 +145,13 @@ def test_blocks_for() -> None:
     assert s.blocks_for(s.block_nbytes - 1) == 0
     assert s.blocks_for("2GiB") == 2**31 // s.block_nbytes
     assert s.blocks_for("0") == 0
+    q4k = spec(kv_format="q4k")
+    for num_blocks in (1, 5, 8, 9, 100, 1000):
+        opened = q4k.default_open_blocks(num_blocks)
+        assert opened == min(num_blocks, max(8, -(-num_blocks // 16)))
+        whole = q4k.storage_nbytes(num_blocks, opened)
+        assert (q4k.blocks_for(whole), q4k.blocks_for(whole - 1)) == (num_blocks, num_blocks - 1)
+    assert s.default_open_blocks(100) == 0
     for bad in ("2G", "", -1, 1.5, None, "much", 2**70):
         with pytest.raises(InvalidArgumentError):
             s.blocks_for(bad)  # type: ignore[arg-type]
@@ -110,7 +175,13 @@ def test_addresses_name_the_rows_of_the_reference(name: str, layout: str) -> Non
     sizes = block_geometry(*args)
     x = np.random.default_rng(1).standard_normal((tokens, heads, dim)).astype(np.float32)
     block = ref.pack_block(name, layout, x)
-    data, scales = ref.encode_rows(name, x.reshape(-1, dim))
+    if name in ref.BY_CHANNEL:
+        heads_of = [ref.encode_channels(x[:, head]) for head in range(heads)]
+        data = np.stack([rows for rows, _ in heads_of], axis=1).reshape(tokens * heads, -1)
+        scales = np.stack([s[0].reshape(-1) for _, s in heads_of])
+        scales = np.tile(scales, (tokens, 1))
+    else:
+        data, scales = ref.encode_rows(name, x.reshape(-1, dim))
     if name not in ref.DENSE and name not in ref.PLANAR:
         rows = [ref.interleaved(name, d[None], s[None]) for d, s in zip(data, scales, strict=True)]
         data, scales = np.stack(rows), scales[:, :0]
@@ -130,6 +201,9 @@ def test_planar_quants_and_scales_are_aligned() -> None:
                 args = (FORMATS[name].code, layout, 3, 5, dim)
                 sizes = block_geometry(*args)
                 assert sizes["block_nbytes"] % 16 == sizes["scale_offset"] % 16 == 0
+                if name in ref.BY_CHANNEL:  # rows are as short as their nibbles
+                    assert sizes["row_data_nbytes"] == (dim + 1) // 2
+                    continue
                 assert (flatten(args, sizes["block_nbytes"], 1)[..., 0] % 16 == 0).all()
 
 
@@ -147,7 +221,7 @@ def test_addresses_are_64_bit() -> None:
 # CASE C42
 @given(
     name=st.sampled_from(list(FORMATS)), layout=st.sampled_from(list(LAYOUTS)),
-    heads=st.integers(1, 6), tokens=st.integers(1, 9), dim=st.integers(1, 100),
+    heads=st.integers(1, 6), tokens=st.integers(1, 70), dim=st.integers(1, 100),
 )  # fmt: skip
 def test_rows_of_a_block_never_overlap(
     name: str, layout: str, heads: int, tokens: int, dim: int
@@ -155,11 +229,18 @@ def test_rows_of_a_block_never_overlap(
     args = (FORMATS[name].code, LAYOUTS[layout], heads, tokens, dim)
     sizes = block_geometry(*args)
     taken = np.zeros(sizes["block_nbytes"], np.int8)
-    for data, scales in flatten(args, sizes["block_nbytes"], 0).reshape(-1, 2):
+    places = flatten(args, sizes["block_nbytes"], 0).reshape(-1, 2)
+    for data, scales in places:
         taken[data : data + sizes["row_data_nbytes"]] += 1
         taken[scales : scales + sizes["row_scale_nbytes"]] += 1
-    assert taken.max() == 1
     used = heads * tokens * (sizes["row_data_nbytes"] + sizes["row_scale_nbytes"])
+    if name in ref.BY_CHANNEL:
+        groups = set(places[:, 1].tolist())
+        assert len(groups) == heads * -(-tokens // 32) == heads * sizes["token_groups"]
+        for scales in groups:
+            taken[scales : scales + sizes["channel_nbytes"]] += 1
+        used += len(groups) * 4 * dim
+    assert taken.max() == 1
     assert taken.sum() == used
 
 
@@ -214,7 +295,17 @@ def test_specs_are_values() -> None:
         "CacheSpec(num_layers=2, num_kv_heads=3, head_dim=64, block_size=16, k_format='q8', "
         "v_format='q4', layout='NHD', max_seq_len=99, on_nonfinite='saturate')"
     )
-    for each in (s, spec(), spec(kv_format="bf16", block_size=1)):
+    q4k = spec(kv_format="q4k")
+    assert repr(q4k) == (
+        "CacheSpec(num_layers=2, num_kv_heads=3, head_dim=64, block_size=16, kv_format='q4k', "
+        "layout='HND')"
+    )
+    q4 = spec(kv_format="q4", open_blocks="float16")
+    assert repr(q4).endswith("kv_format='q4', layout='HND', open_blocks='float16')")
+    both = spec(k_format="q4k", v_format="q4k", open_blocks="bfloat16")
+    for each in (s, spec(), spec(kv_format="bf16", block_size=1), q4k, q4, both):
+        assert pickle.loads(pickle.dumps(each)) == each == copy.deepcopy(each)
+        assert pickle.loads(pickle.dumps(each)).open_block_nbytes == each.open_block_nbytes
         assert eval(repr(each)) == each
     with pytest.raises(dataclasses.FrozenInstanceError):
         s.head_dim = 3  # type: ignore[misc]
@@ -225,6 +316,16 @@ def test_replace() -> None:
     assert s.replace(head_dim=80) == spec(k_format="q8", v_format="q4", head_dim=80)
     assert s.replace(kv_format="float32") == spec(kv_format="float32")
     assert dataclasses.replace(s, head_dim=80).block_nbytes == s.replace(head_dim=80).block_nbytes
+    q4k, q4 = spec(kv_format="q4k"), spec(kv_format="q4", open_blocks="float16")
+    assert q4k.replace(kv_format="q8") == spec(kv_format="q8")
+    assert q4k.replace(head_dim=80) == spec(kv_format="q4k", head_dim=80)
+    assert spec().replace(kv_format="q4k") == q4k
+    assert q4.replace(kv_format="q8") == spec(kv_format="q8", open_blocks="float16")
+    assert q4.replace(open_blocks=None) == spec(kv_format="q4")
+    assert q4k.replace(open_blocks="bf16").replace(open_blocks=None) == q4k
+    assert dataclasses.replace(q4, num_layers=1) == q4.replace(num_layers=1)
+    with pytest.raises(InvalidArgumentError, match="open_blocks=None"):
+        q4.replace(kv_format="float32")
     with pytest.raises(InvalidArgumentError, match="colour"):
         s.replace(colour=1)
     with pytest.raises(InvalidArgumentError, match="head_dim"):

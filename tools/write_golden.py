@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pagedcache._native.arithmetic import block_geometry, encode, row_address
 from pagedcache.formats import FORMATS, KVFormat
+from pagedcache.spec import CacheSpec
+from pagedcache.storage import CpuStorage
 
 HEADS, TOKENS, DIM = 2, 3, 40
 
@@ -37,17 +38,10 @@ def make_inputs() -> np.ndarray:
 def block_bytes(format: KVFormat, x: np.ndarray) -> np.ndarray:
     """Bytes of one HND block that holds ``x`` [tokens, heads, dim]."""
     tokens, heads, dim = x.shape
-    sizes = block_geometry(format.code, 0, heads, tokens, dim)
-    block = np.zeros(sizes["block_nbytes"], np.uint8)
-    for token in range(tokens):
-        for head in range(heads):
-            data, scales = row_address(
-                format.code, 0, heads, tokens, dim, block.size, 0, head, token
-            )
-            row = np.ascontiguousarray(x[token, head])
-            if encode(format.code, row, block[data:], scales - data, 0):
-                raise ValueError(f"{format}: the golden inputs must be finite")
-    return block
+    spec = CacheSpec(1, heads, dim, tokens, k_format=format, v_format="float32")
+    storage = CpuStorage(spec, 1)
+    storage.store(0, *storage.check_rows(0, x, x, tokens), np.arange(tokens))
+    return np.asarray(storage.block_array(0, "k", 0)).reshape(-1).view(np.uint8)
 
 
 def main() -> int:

@@ -54,7 +54,7 @@ PC_INLINE int pc_space_check(int code, int open_code, int layout, int64_t num_he
     if (status != PC_OK) {
         return status;
     }
-    return pc_format_of(open_code).packing == PC_PACK_DENSE ? PC_OK : PC_E_FORMAT;
+    return pc_format_of(open_code).group_size == 1 ? PC_OK : PC_E_FORMAT;
 }
 
 /* open_code: the format of open slots; a float format, whose own code it may be. */
