@@ -108,7 +108,7 @@ def _converted(x: Any, what: str, dtype: np.dtype[Any], low: int, high: int) -> 
         except PagedCacheError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
-            got = f"{type(x).__name__} ({_short(str(error))})"
+            got = f"{type(x).__name__} ({shown(str(error))})"
             raise InvalidArgumentError(f"{what}: expected integers, got {got}") from None
         return _from_array(shared, what, dtype, low, high)
     if isinstance(x, Sequence):
@@ -245,7 +245,7 @@ def as_float_array(x: Any, what: str) -> np.ndarray[Any, Any]:
         except PagedCacheError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
-            got = f"{type(x).__name__} that is no array ({_short(str(error))})"
+            got = f"{type(x).__name__} that is no array ({shown(str(error))})"
             raise FormatError(f"an array of {_ROW_NAMES}", got, what) from None
     elif type(x) is not np.ndarray and isinstance(x, np.ma.MaskedArray):
         raise FormatError(f"an array of {_ROW_NAMES}", "a masked array; fill it first", what)

@@ -184,7 +184,7 @@ def _dtype_of(taken: Borrowed) -> np.dtype[Any]:
             return np.dtype(f"{_KINDS[code]}{bits // 8}")
     except (KeyError, TypeError):
         pass
-    raise BufferError(f"DLPack's dtype {code} of {bits} bits x {lanes} has no name in NumPy")
+    raise BufferError(f"dtype {code} of {bits} bits x {lanes} of DLPack has no name in NumPy")
 
 
 class _Memory:
@@ -211,8 +211,10 @@ def host_array(x: Any) -> Array:
     """
     place = place_of(x)
     if place is None or place[0] not in _HOST:
-        raise BufferError(f"memory of the host, got DLPack's device {place}")
+        raise BufferError(f"memory of the host, got device {place} of DLPack")
     taken, dtype = borrow(x)
+    if taken.device[0] != place[0]:
+        raise BufferError(f"device {place}, as announced, got {taken.device}")
     if 0 in taken.shape:  # has no address
         return np.empty(taken.shape, dtype)
     array: Array = np.asarray(_Memory(taken, dtype))
