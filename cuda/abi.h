@@ -11,6 +11,12 @@
  * {uint64 base, int64 block_stride}, all of the one geometry. Strides of rows are in bytes, of any
  * sign; dtype: 0 float32, 1 float16, 2 bfloat16.
  *
+ * Blocks that wait to be quantised are kept open, in slabs of their own, in a float format
+ * (space.h). Their geometry is clamped; their slabs' base addresses are moved down by num_blocks
+ * blocks, so that places name their blocks: every id below may be a place. Which kind of place it
+ * is, is the caller's to know: a call is about one kind, but for pc_cuda_convert() and
+ * pc_cuda_build_pointers().
+ *
  * Python reads the names and the number of arguments from here in a test; count PC_CUDA_ABI up
  * whenever a signature or a meaning changes.
  */
@@ -20,7 +26,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PC_CUDA_ABI 1
+#define PC_CUDA_ABI 2
 
 #ifdef __cplusplus
 #define PC_CUDA_API extern "C" __attribute__((visibility("default")))
@@ -43,6 +49,9 @@ PC_CUDA_API size_t pc_cuda_geometry_nbytes(void); /* bytes, not an error code */
 /* Fill a geometry (host); cudaErrorInvalidValue where pc_geometry_check() refuses. */
 PC_CUDA_API int pc_cuda_geometry(void *geometry, int code, int layout, int64_t num_heads,
                                  int64_t block_size, int64_t head_dim);
+
+/* Make a geometry (host) that of open blocks: see pc_geometry_clamp(). */
+PC_CUDA_API int pc_cuda_clamp(void *geometry);
 
 /* Copy between any two of pinned host, device and managed memory; set bytes. */
 PC_CUDA_API int pc_cuda_copy(void *dst, const void *src, size_t nbytes, void *stream);
@@ -71,12 +80,22 @@ PC_CUDA_API int pc_cuda_pointer(int *kind, int *device, const void *address);
  * num_blocks * block_size - 1, or under policy PC_NONFINITE_RAISE a group with NaN or Inf for a
  * quantised format, is skipped too, and the first one is reported in fault (int64[2], or NULL)
  * unless fault[0] is set already: {PC_E_RANGE, slot} or {PC_E_NONFINITE, flat index of the value}.
- */
+ * cudaErrorInvalidValue for a format whose groups run along the tokens. */
 PC_CUDA_API int pc_cuda_store(const void *geometry, void *slab, int64_t block_stride,
                               int64_t num_blocks, const void *rows, int64_t token_stride,
                               int64_t head_stride, int64_t value_stride, int dtype,
                               const int64_t *slots, int64_t num_tokens, int policy, void *fault,
                               void *stream);
+
+/* Store whole blocks of a format whose groups run along the tokens: entries is int64 [n][2], each
+ * {first of block_size rows, block}; the same bytes as pc_put_block() of rows.h. num_tokens: of
+ * rows. An entry outside of rows or slab is skipped, as are two channels with NaN or Inf under
+ * PC_NONFINITE_RAISE; fault as above ({PC_E_RANGE, block}). */
+PC_CUDA_API int pc_cuda_store_blocks(const void *geometry, void *slab, int64_t block_stride,
+                                     int64_t num_blocks, const void *rows, int64_t token_stride,
+                                     int64_t head_stride, int64_t value_stride, int dtype,
+                                     int64_t num_tokens, const int64_t *entries, int64_t n,
+                                     int policy, void *fault, void *stream);
 
 /* Read num_tokens tokens into rows, as pc_load_rows() does: token i is token first + i of the
  * blocks listed. The blocks are block_pointers[…] (address of each) or, where that is NULL,
@@ -107,6 +126,16 @@ PC_CUDA_API int pc_cuda_copy_tokens(const void *geometry, const void *slabs, int
                                     const int64_t *src, const int64_t *dst, int64_t n,
                                     void *stream);
 
+/* Copy rows between the two kinds of places: pair i is rows[i] <= most_rows token rows from slot
+ * src[i] on to slot dst[i] on, all in one block at either end. NaN and Inf are saturated. No row is
+ * written by two pairs. One geometry is a float format's, the other quantised (whole blocks only
+ * where its groups run along the tokens), or both are the same float format. In float slabs every
+ * row lies at a multiple of 16 bytes, or of the largest power of 2 that divides its bytes. */
+PC_CUDA_API int pc_cuda_convert(const void *from_geometry, const void *from_slabs,
+                                const void *to_geometry, const void *to_slabs, int num_slabs,
+                                const int64_t *src, const int64_t *dst, const int32_t *rows,
+                                int64_t n, int64_t most_rows, void *stream);
+
 /* Move whole blocks, moves[m][2] of (src, dst), as if one after the other; id -1 is a scratch block
  * that exists for this call and starts as zeros. */
 PC_CUDA_API int pc_cuda_move_blocks(const void *geometry, const void *slabs, int num_slabs,
@@ -117,9 +146,12 @@ PC_CUDA_API int pc_cuda_fill_blocks(const void *geometry, const void *slabs, int
                                     const int32_t *ids, int64_t n, int byte, void *stream);
 
 /* table[layer][2][capacity]: entries first … first + count - 1 of K and of V become the addresses
- * of block_ids[0 … count - 1] in the layer's slabs; 0 for a negative id. */
-PC_CUDA_API int pc_cuda_build_pointers(const void *k_slabs, const void *v_slabs, int num_layers,
-                                       const int32_t *block_ids, int64_t first, int64_t count,
-                                       uint64_t *table, int64_t capacity, void *stream);
+ * of places[0 … count - 1] in the layer's slabs, from num_blocks on in the open ones; 0 for a
+ * negative place. The open slabs are read (any that exist will do where there is no open place). */
+PC_CUDA_API int pc_cuda_build_pointers(const void *k_slabs, const void *v_slabs,
+                                       const void *open_k_slabs, const void *open_v_slabs,
+                                       int64_t num_blocks, int num_layers, const int32_t *places,
+                                       int64_t first, int64_t count, uint64_t *table,
+                                       int64_t capacity, void *stream);
 
 #endif

@@ -37,15 +37,6 @@ template <int AT_ONCE> dim3 pc_column_grid(const pc_column_call &call, int64_t n
                 pc_rounds(call.num_slabs));
 }
 
-/* Start the kernel of a family of five, KERNEL<16> to KERNEL<1>. */
-#define PC_LAUNCH_WIDTH(kernel, width, grid, stream, ...) \
-    pc_launch((width) == 16  ? kernel<16>                 \
-              : (width) == 8 ? kernel<8>                  \
-              : (width) == 4 ? kernel<4>                  \
-              : (width) == 2 ? kernel<2>                  \
-                             : kernel<1>,                 \
-              grid, PC_CTA, 0, stream, __VA_ARGS__)
-
 /* Call visit(slab, column) for this thread's slabs and columns. With AT_ONCE more than one,
  * `column` is the first of them and the others, where they exist, are pc_num_threads() apart. */
 template <int AT_ONCE, class Visit>

@@ -11,7 +11,7 @@
                        decode_group)                                                            \
     struct pc_row_of_##name {                                                                   \
         static constexpr int group_size = group, quant_nbytes = quant, scale_nbytes = scale;    \
-        static constexpr int packing = pack;                                                    \
+        static constexpr int packing = pack, group_axis = axis;                                 \
         static PC_DEVICE void encode(const float *values, uint8_t *quants, uint8_t *scale_at) { \
             encode_group(values, quants, scale_at);                                             \
         }                                                                                       \

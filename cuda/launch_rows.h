@@ -1,4 +1,5 @@
-/* Which kernel serves a call that stores or loads rows, and how its work is counted.
+/* Which kernel serves a call that stores or loads rows, and how its work is counted. Not for
+ * formats whose groups run along the tokens (channel_kernels.h).
  *
  * Kernels names the three of a direction: bits<NBYTES> copies where the dtype outside is the stored
  * one, dense<Format, COUNT> converts between float formats, groups<Format, COUNT> quantises or
@@ -77,8 +78,26 @@ int pc_launch_rows(Call &call, int64_t num_tokens, void *stream) {
         using Format = decltype(format);
         if constexpr (Format::packing == PC_PACK_DENSE) {
             return pc_launch_dense<Kernels, Format>(call, num_tokens, stream);
-        } else {
+        } else if constexpr (Format::group_axis == PC_AXIS_ROW) {
             return pc_launch_groups<Kernels, Format>(call, num_tokens, stream);
+        } else {
+            return (int)cudaErrorInvalidValue;
+        }
+    });
+}
+
+/* Into open blocks: bits are not copied, as they may be NaN. */
+template <class Kernels, class Call>
+int pc_launch_open(Call &call, int64_t num_tokens, void *stream) {
+    if (num_tokens <= 0) {
+        return cudaSuccess;
+    }
+    return pc_with_format(call.geometry.code, [&](auto format) {
+        using Format = decltype(format);
+        if constexpr (Format::packing == PC_PACK_DENSE) {
+            return pc_launch_dense<Kernels, Format>(call, num_tokens, stream);
+        } else {
+            return (int)cudaErrorInvalidValue;
         }
     });
 }

@@ -1,5 +1,7 @@
 /* Rows out: stored rows in token order, by block table or by pointer table, to outside values. */
 #include "abi.h"
+#include "channel_kernels.h"
+#include "group_kernels.h"
 #include "launch_rows.h"
 
 namespace {
@@ -66,58 +68,11 @@ __global__ void __launch_bounds__(PC_CTA, PC_CTAS) load_dense(const pc_load_call
     }
 }
 
-/* ---- quantised formats: 32 groups by a warp -------------------------------------------------- */
-
-template <class Format, int COUNT>
-__global__ void __launch_bounds__(PC_TILE_WARPS *PC_WARP, PC_TILE_CTAS)
-    load_groups(const pc_load_call call) {
-    PC_THIS_TILE(tile);
-    const int64_t warp = pc_thread() / PC_WARP, num_warps = pc_num_threads() / PC_WARP;
-    uint8_t *const row = pc_tile_row(tile, tile.lane);
-    for (int64_t start = warp * PC_WARP; start < call.walk.total; start += num_warps * PC_WARP) {
-        const int64_t index = start + tile.lane;
-        pc_tile_group group = {nullptr, nullptr, 0};
-        uint8_t scale[Format::scale_nbytes] = {0};
-        if (index < call.walk.total) {
-            const pc_spot spot = pc_spot_of(call.walk, index);
-            const pc_place place = pc_listed_place(call, spot);
-            const int64_t left = call.geometry.head_dim - spot.unit * PC_GROUP;
-            group.count = left < PC_GROUP ? (int)left : PC_GROUP;
-            group.outside =
-                pc_outside_row(call.rows, spot) + spot.unit * PC_GROUP * call.rows.value_stride;
-            group.stored = place.data + spot.unit * pc_stored_group<Format>::nbytes;
-            if constexpr (pc_stored_group<Format>::planar) {
-                const auto unit = pc_load_bytes<Format::scale_nbytes>(
-                    place.scales + spot.unit * Format::scale_nbytes);
-                memcpy(scale, &unit, sizeof scale);
-            }
-        }
-        __syncwarp(); /* the tile before this one has left */
-        tile.groups[tile.lane] = group;
-        __syncwarp();
-        pc_tile_load_stored<Format>(tile);
-        __syncwarp();
-        if (group.count > 0) {
-            uint8_t quants[Format::quant_nbytes];
-            float values[PC_GROUP];
-            pc_tile_read<Format::quant_nbytes>(row + PC_QUANTS_AT, quants);
-            if constexpr (!pc_stored_group<Format>::planar) {
-                const auto unit =
-                    pc_load_unit<Format::scale_nbytes>(row + pc_stored_group<Format>::at);
-                memcpy(scale, &unit, sizeof scale);
-            }
-            Format::decode(quants, scale, values);
-            pc_tile_write<sizeof values>(row, values);
-        }
-        __syncwarp();
-        pc_tile_store_values<COUNT>(tile, call.rows);
-    }
-}
-
 struct load_kernels {
     template <int NBYTES> static constexpr auto bits = load_bits<NBYTES>;
     template <class Format, int COUNT> static constexpr auto dense = load_dense<Format, COUNT>;
-    template <class Format, int COUNT> static constexpr auto groups = load_groups<Format, COUNT>;
+    template <class Format, int COUNT>
+    static constexpr auto groups = pc_load_groups<Format, COUNT, pc_load_call>;
 };
 
 } // namespace
@@ -134,5 +89,8 @@ int pc_cuda_load(const void *geometry, const void *slab, int64_t block_stride,
     call.first = first;
     call.block_ids = block_ids;
     call.block_pointers = block_pointers;
+    if (call.geometry.token_groups > 0) {
+        return num_tokens > 0 ? pc_launch_channels(call, num_tokens, stream) : cudaSuccess;
+    }
     return pc_launch_rows<load_kernels>(call, num_tokens, stream);
 }

@@ -47,6 +47,11 @@ int pc_cuda_geometry(void *geometry, int code, int layout, int64_t num_heads, in
     return cudaSuccess;
 }
 
+int pc_cuda_clamp(void *geometry) {
+    pc_geometry_clamp(static_cast<pc_geometry *>(geometry));
+    return cudaSuccess;
+}
+
 int pc_cuda_copy(void *dst, const void *src, size_t nbytes, void *stream) {
     return cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, as_stream(stream));
 }

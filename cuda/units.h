@@ -110,4 +110,13 @@ constexpr int pc_unit_nbytes(uint64_t bits) {
     return lowest == 0 || lowest > 16 ? 16 : (int)lowest;
 }
 
+/* Start the kernel of a family of five, KERNEL<16> to KERNEL<1>. */
+#define PC_LAUNCH_WIDTH(kernel, width, grid, stream, ...) \
+    pc_launch((width) == 16  ? kernel<16>                 \
+              : (width) == 8 ? kernel<8>                  \
+              : (width) == 4 ? kernel<4>                  \
+              : (width) == 2 ? kernel<2>                  \
+                             : kernel<1>,                 \
+              grid, PC_CTA, 0, stream, __VA_ARGS__)
+
 #endif

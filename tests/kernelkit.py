@@ -213,5 +213,7 @@ class Place:
 
 def block_nbytes(fmt: KVFormat, layout: str, heads: int, block_size: int, dim: int) -> int:
     """Bytes of a block of one layer and one kind, as the package counts them."""
-    spec = CacheSpec(1, heads, dim, block_size, kv_format=fmt.name, layout=layout)
-    return spec.block_nbytes // 2
+    spec = CacheSpec(
+        1, heads, dim, block_size, k_format=fmt.name, v_format="float32", layout=layout
+    )
+    return spec.layer_block_nbytes("k")

@@ -30,28 +30,43 @@ PC_INLINE int pc_all_finite(const float *PC_RESTRICT values, int64_t count) {
     return pc_max_magnitude_bits(values, count) < 0x7F800000;
 }
 
-/* Copy a group with Inf replaced by +- its largest finite magnitude and NaN by 0; a group with no
- * finite value becomes +0 throughout. `out` may be `values`. */
+/* What a group has of finite magnitudes: whether any, and the bits of the largest. Starts as zeros.
+ */
+typedef struct {
+    uint32_t most;
+    int any;
+} pc_finite;
+
+PC_INLINE void pc_see_finite(pc_finite *seen, float value) {
+    const uint32_t magnitude = pc_float_bits(value) & 0x7FFFFFFFu;
+    if (magnitude < 0x7F800000u) {
+        seen->any = 1;
+        seen->most = magnitude > seen->most ? magnitude : seen->most;
+    }
+}
+
+/* The finite value that stands for a value of a group: Inf becomes +- its largest finite magnitude
+ * and NaN 0; a group with no finite value becomes +0 throughout. */
+PC_INLINE float pc_saturated(float value, pc_finite seen) {
+    const uint32_t bits = pc_float_bits(value);
+    const uint32_t magnitude = bits & 0x7FFFFFFFu;
+    uint32_t kept = bits;
+    if (magnitude > 0x7F800000u || !seen.any) {
+        kept = 0u;
+    } else if (magnitude == 0x7F800000u) {
+        kept = (bits & 0x80000000u) | seen.most;
+    }
+    return pc_bits_float(kept);
+}
+
+/* Copy a group so that all of it is finite; `out` may be `values`. */
 PC_INLINE void pc_copy_saturated(const float *values, int64_t count, float *out) {
-    uint32_t most = 0u;
-    int any_finite = 0;
+    pc_finite seen = {0u, 0};
     for (int64_t i = 0; i < count; i++) {
-        const uint32_t magnitude = pc_float_bits(values[i]) & 0x7FFFFFFFu;
-        if (magnitude < 0x7F800000u) {
-            any_finite = 1;
-            most = magnitude > most ? magnitude : most;
-        }
+        pc_see_finite(&seen, values[i]);
     }
     for (int64_t i = 0; i < count; i++) {
-        const uint32_t bits = pc_float_bits(values[i]);
-        const uint32_t magnitude = bits & 0x7FFFFFFFu;
-        uint32_t kept = bits;
-        if (magnitude > 0x7F800000u || !any_finite) {
-            kept = 0u;
-        } else if (magnitude == 0x7F800000u) {
-            kept = (bits & 0x80000000u) | most;
-        }
-        out[i] = pc_bits_float(kept);
+        out[i] = pc_saturated(values[i], seen);
     }
 }
 

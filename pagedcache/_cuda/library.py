@@ -12,7 +12,7 @@ from typing import Any
 from pagedcache.errors import CudaUnavailableError
 
 #: The number that ``pc_cuda_abi()`` of a usable library returns (PC_CUDA_ABI in cuda/abi.h).
-ABI = 1
+ABI = 2
 #: Names another library than the one inside the package; read when a device is first asked for.
 PATH_VARIABLE = "PAGEDCACHE_CUDA_LIBRARY"
 FILE_NAME = "libpagedcache_cuda.so"
@@ -35,6 +35,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pc_cuda_device_count": (_I, (_P,)),
     "pc_cuda_geometry_nbytes": (_N, ()),
     "pc_cuda_geometry": (_I, (_P, _I, _I, _Q, _Q, _Q)),
+    "pc_cuda_clamp": (_I, (_P,)),
     "pc_cuda_copy": (_I, (_P, _P, _N, _P)),
     "pc_cuda_fill": (_I, (_P, _I, _N, _P)),
     "pc_cuda_event_create": (_I, (_P,)),
@@ -46,13 +47,15 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pc_cuda_stream_capturing": (_I, (_P, _P)),
     "pc_cuda_pointer": (_I, (_P, _P, _P)),
     "pc_cuda_store": (_I, (_P, _P, _Q, _Q, *_ROWS, _P, _Q, _I, _P, _P)),
+    "pc_cuda_store_blocks": (_I, (_P, _P, _Q, _Q, *_ROWS, _Q, _P, _Q, _I, _P, _P)),
     "pc_cuda_load": (_I, (_P, _P, _Q, _P, _P, _Q, *_ROWS, _Q, _P)),
     "pc_cuda_find_nonfinite": (_I, (*_ROWS, _Q, _Q, _Q, _P, _P)),
     "pc_cuda_copy_blocks": (_I, (*_SLABS, _P, _P, _P, _Q, _I, _P)),
     "pc_cuda_copy_tokens": (_I, (*_SLABS, _P, _P, _Q, _P)),
+    "pc_cuda_convert": (_I, (_P, _P, *_SLABS, _P, _P, _P, _Q, _Q, _P)),
     "pc_cuda_move_blocks": (_I, (*_SLABS, _P, _Q, _P)),
     "pc_cuda_fill_blocks": (_I, (*_SLABS, _P, _Q, _I, _P)),
-    "pc_cuda_build_pointers": (_I, (_P, _P, _I, _P, _Q, _Q, _P, _Q, _P)),
+    "pc_cuda_build_pointers": (_I, (_P, _P, _P, _P, _Q, _I, _P, _Q, _Q, _P, _Q, _P)),
 }
 
 

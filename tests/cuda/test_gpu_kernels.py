@@ -179,8 +179,8 @@ def test_more_slabs_than_a_grid_has_layers(board: Board) -> None:
     pointers = np.zeros((TOKENS // 2, 2, 3), np.uint64)
     made = board.copy(pointers)
     board.call(
-        "pc_cuda_build_pointers", table.address, table.address + 16 * (TOKENS // 2), TOKENS // 2,
-        dst.address, 2, 1, made.address, 3,
+        "pc_cuda_build_pointers", table.address, table.address + 16 * (TOKENS // 2), table.address,
+        table.address, 2, TOKENS // 2, dst.address, 2, 1, made.address, 3,
     )  # fmt: skip
     made.fetch()
     assert not pointers[:, :, :2].any()

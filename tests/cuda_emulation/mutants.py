@@ -38,19 +38,19 @@ TILE_READY = "tile.groups[tile.lane] = group;\n        __syncwarp();\n"
 MUTANTS = (
     Mutant(
         "tile used before all lanes have described their groups",
-        "store.cu", "store.cu",
+        "group_kernels.h", "store.cu",
         TILE_READY, TILE_READY.replace("        __syncwarp();\n", ""),
         "same_bytes and q8",
     ),
     Mutant(
         "tile described anew while lanes still read it",
-        "store.cu", "store.cu",
+        "group_kernels.h", "store.cu",
         "        __syncwarp(); /* the tile before this one has left */\n", "",
         "test_kernels_store and any_order",
     ),
     Mutant(
         "values written out before all lanes have decoded",
-        "load.cu", "load.cu",
+        "group_kernels.h", "load.cu",
         "        __syncwarp();\n        pc_tile_store_values", "        pc_tile_store_values",
         "same_values and q4_1", order="rev",
     ),
