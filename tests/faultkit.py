@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from cachekit import cached_prompt, empty, fill, make_cache, snapshot
+from cachekit import cached_prompt, empty, fill, make_cache, rows, snapshot
 
 B = 4
 PROMPT = list(range(10, 22))
@@ -16,9 +16,9 @@ PROMPT = list(range(10, 22))
 class World:
     """A cache in the middle of its work: shared, cached, part-filled and free blocks."""
 
-    def __init__(self, storage: Any = "own") -> None:
+    def __init__(self, storage: Any = "own", fmt: str = "float32") -> None:
         self.cache = make_cache(
-            16, B=B, layers=2, storage=storage, partial_block_reuse=1, max_seq_len=1000
+            16, B=B, layers=2, storage=storage, partial_block_reuse=1, max_seq_len=1000, fmt=fmt
         )
         own = storage == "own"
         low = self.cache.open(range(900, 905))
@@ -47,6 +47,12 @@ class World:
         if not flows:
             del shot["counts"][3:5]
         return shot
+
+    def write_more(self) -> None:
+        """Five tokens behind the seven of ``seq``, not committed: in a cache with open blocks their
+        commit seals the second block."""
+        for layer in range(2):
+            self.seq.append(layer, *rows(self.cache.spec, layer, range(48, 53)))
 
     def done(self) -> None:
         self.keep.clear()
@@ -119,6 +125,14 @@ OPERATIONS: dict[str, Operation] = {
     "check": lambda w: w.cache.check(),
     "pool.allocate": lambda w: w.cache.pool.free(w.cache.pool.allocate(5)),
     "pool.touch": lambda w: w.cache.pool.free([w.cache.pool.touch(T := [0]) or T[0]]),
+}
+
+
+#: What only a cache with open blocks does; the world has written more before.
+SEALING: dict[str, Operation] = {
+    "commit seals": lambda w: w.seq.commit(5),
+    "update_tokens seals": lambda w: w.cache.update_tokens(w.seq.seq_id, 12),
+    "batch commit seals": lambda w: w.cache.commit([w.seq], [5]),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cachekit import assert_holds, empty, make_cache, write
-from faultkit import OPERATIONS, PROMPT, B, World
+from faultkit import OPERATIONS, PROMPT, SEALING, B, World
 
 from pagedcache.bookkeeping import alloc
 from pagedcache.errors import PagedCacheError, StorageMemoryError
@@ -19,8 +19,10 @@ WITHOUT_BYTES = {"append", "append copies", "append_kv", "store", "store raw", "
 ID_OPERATIONS = [n for n in OPERATIONS if n not in WITHOUT_BYTES and n != "packed_views"]
 
 
-def prepared(name: str, storage: Any) -> World:
-    world = World(storage)
+def prepared(name: str, storage: Any, fmt: str) -> World:
+    world = World(storage, fmt)
+    if name in SEALING:
+        world.write_more()
     if name == "allocate_for_tokens":
         world.keep.append(world.cache.open())
     if name == "pool.touch":
@@ -29,16 +31,16 @@ def prepared(name: str, storage: Any) -> World:
     return world
 
 
-def fail_each(name: str, storage: Any) -> int:
+def fail_each(name: str, storage: Any, fmt: str = "float32") -> int:
     """Run one operation with each of its allocations failing; how many it has."""
-    call = OPERATIONS[name]
+    call = (OPERATIONS | SEALING)[name]
     if name == "pool.touch":
         def call(w):  # noqa: E306
             held = [int(w.seq.block_table[0])]
             w.cache.pool.touch(held)
             w.cache.pool.free(held)
     for n in range(200):
-        world = prepared(name, storage)
+        world = prepared(name, storage, fmt)
         before = world.shot()
         asked = alloc.count()
         alloc.fail_after(n)
@@ -79,6 +81,12 @@ def test_a_failed_allocation_changes_nothing(name):
 def test_a_failed_allocation_changes_nothing_without_bytes(name):
     # SPEC F23 F48
     fail_each(name, None)
+
+
+@pytest.mark.parametrize("name", [*OPERATIONS, *SEALING])
+def test_a_failed_allocation_changes_nothing_with_open_blocks(name):
+    # SPEC F23 F11
+    fail_each(name, "own", "q4k")
 
 
 def test_the_operations_do_allocate():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cachekit import assert_holds, rows
-from faultkit import OPERATIONS, Operation, World
+from faultkit import OPERATIONS, SEALING, Operation, World
 
 
 class Broken(RuntimeError):
@@ -28,11 +28,16 @@ COPIERS: dict[str, Operation] = {
 }
 
 
-@pytest.mark.parametrize("name", list(COPIERS))
-def test_a_copy_that_fails_changes_nothing(name, monkeypatch):
+@pytest.mark.parametrize(
+    "name, fmt", [(n, "float32") for n in COPIERS] + [(n, "q4k") for n in (*COPIERS, *SEALING)]
+)
+def test_a_copy_that_fails_changes_nothing(name, fmt, monkeypatch):
     # TRAP 12
     # SPEC F23 F28
-    world = World()
+    world = World(fmt=fmt)
+    call = (COPIERS | SEALING)[name]
+    if name in SEALING:
+        world.write_more()
     before = world.shot(flows=False)
 
     def broken(*_: Any) -> None:
@@ -41,12 +46,12 @@ def test_a_copy_that_fails_changes_nothing(name, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(type(world.cache._storage), "copy_blocks", broken)
         with pytest.raises(Broken):
-            COPIERS[name](world)
+            call(world)
     world.keep.clear()
     gc.collect()
     assert world.shot(flows=False) == before
     world.cache.check()
-    COPIERS[name](world)
+    call(world)
     world.done()
 
 
