@@ -14,20 +14,53 @@ HEADERS = sorted(path.relative_to(INCLUDE).as_posix() for path in INCLUDE.rglob(
 PORTABLE = [
     f"pagedcache/{name}.h"
     for name in ("config", "status", "round", "groups", "ggml", "dense", "formats", "geometry",
-                 "flat")
+                 "flat", "channels", "space", "rows", "copies")
 ]  # fmt: skip
 FLAGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror", "-O2", "-ffp-contract=off",
          f"-I{INCLUDE}"]  # fmt: skip
 
 # Uses every public function, so that nothing is judged only as an unused template.
 PROGRAM = """
+#include "pagedcache/copies.h"
 #include "pagedcache/flat.h"
-#include "pagedcache/geometry.h"
+
+/* Store a block of 3 tokens straight and by way of an open slot, reopen it, read it. */
+static int open_and_seal(int code, float *values, float *back) {
+    static uint8_t sealed[2 * 8192], opened[8192];
+    static float buffer[3 * 40];
+    const int64_t straight[3] = {0, 1, 2}, open_slots[3] = {6, 7, 8};
+    const int32_t places[3] = {1, 0, 2};
+    int failures = 0; /* padding is never written, so it has to be alike from the start */
+    pc_space space;
+    pc_slab slabs[2];
+    pc_rows rows = {(uint8_t *)values, 4 * 40, 4 * 40, 4, PC_FORMAT_float32};
+    pc_rows outside = {(uint8_t *)back, 4 * 40, 0, 4, PC_FORMAT_float32};
+    memset(sealed, 0, sizeof sealed);
+    failures += pc_space_check(code, code < 3 ? code : 1, PC_NHD, 1, 3, 40) != PC_OK;
+    failures += pc_space_check(code, 99, PC_NHD, 1, 3, 40) != PC_E_FORMAT;
+    pc_space_init(&space, code, code < 3 ? code : 1, PC_NHD, 1, 3, 40, 2, 1);
+    slabs[0].base = sealed;
+    slabs[0].block_stride = space.geometry[0].block_nbytes;
+    slabs[1] = pc_open_slab(&space, opened, space.geometry[1].block_nbytes);
+    failures += pc_buffer_values(&space) > 3 * 40 || pc_num_places(&space) != 3;
+    failures += pc_find_nonfinite(&rows, 3, 1, 40) != -1;
+    failures += pc_store_rows(&space, slabs, &rows, straight, 3, PC_NONFINITE_RAISE, buffer);
+    failures += pc_store_rows(&space, slabs, &rows, open_slots, 3, PC_NONFINITE_RAISE, buffer);
+    pc_copy_block(&space, slabs, 2, 1, 3, buffer);
+    failures += memcmp(sealed, sealed + slabs[0].block_stride, (size_t)slabs[0].block_stride) != 0;
+    pc_copy_block(&space, slabs, 1, 2, 3, buffer);
+    pc_copy_tokens(&space, slabs, 0, 1, 2, 2, 1, buffer);
+    pc_load_rows(&space, slabs, places, 2, &outside, 7, buffer);
+    return failures;
+}
 
 int main(void) {
-    float values[40], back[40];
+    float values[40], back[40], block[3 * 40], read[7 * 40];
     uint8_t data[256], scales[64];
     int failures = 0;
+    for (int i = 0; i < 3 * 40; i++) {
+        block[i] = (float)(i % 61 - 30);
+    }
     for (int i = 0; i < 40; i++) {
         values[i] = (float)(i - 20) * 0.5f;
     }
@@ -47,6 +80,12 @@ int main(void) {
         failures += pc_flat_write(code, data, scales, 40, 3, 30, values, PC_NONFINITE_RAISE) != 0;
         pc_flat_read(code, data, scales, 3, 30, back);
         failures += back[0] > -8.0f;
+        failures += open_and_seal(code, block, read);
+        for (int i = 0; i < 40; i++) {
+            const float error = read[i] - block[2 * 40 + i];
+            const float other = read[6 * 40 + i] - block[40 + i];
+            failures += error > 5.0f || error < -5.0f || other > 5.0f || other < -5.0f;
+        }
     }
     values[5] = pc_bits_float(0x7FC00000u);
     failures += pc_encode_row(PC_FORMAT_q8, values, 40, data, scales, PC_NONFINITE_RAISE) !=
