@@ -227,7 +227,7 @@ def row_format(dtype: Any, what: str = "dtype") -> KVFormat:
         raise FormatError(
             f"native byte order (use x.astype({str(key.newbyteorder('='))!r}))", key, what
         )
-    raise FormatError(f"one of {_ROW_NAMES} (convert with .astype)", key, what)
+    raise FormatError(f"one of {_ROW_NAMES} (convert with .astype, a tensor with .to)", key, what)
 
 
 def as_float_array(x: Any, what: str) -> np.ndarray[Any, Any]:

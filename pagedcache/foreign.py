@@ -70,6 +70,9 @@ def _from_tensor(x: Any, what: str, written: bool) -> Array:
         raise DeviceError("a tensor on cpu", "one on meta, which holds no values", what)
     if x.device.type != "cpu":
         raise DeviceError("a tensor on cpu (x.cpu())", f"one on {x.device}", what)
+    if x.layout is not sys.modules["torch"].strided or x.is_nested:
+        got = "a nested one" if x.is_nested else f"one of layout {x.layout}"
+        raise FormatError("a strided tensor (x.to_dense())", got, what)
     if x.requires_grad:
         if written:
             raise FormatError("a tensor without gradient (x.detach())", "one that needs it", what)
@@ -82,7 +85,10 @@ def _from_tensor(x: Any, what: str, written: bool) -> Array:
         x = x.resolve_neg()
     torch = sys.modules["torch"]
     if x.dtype != torch.bfloat16:
-        return np.asarray(x.numpy())
+        try:
+            return np.asarray(x.numpy())
+        except TypeError:
+            raise TypeError(f"NumPy has no {x.dtype}; convert it with x.to()") from None
     import ml_dtypes  # not a dtype of NumPy itself
 
     return np.asarray(x.view(torch.int16).numpy()).view(ml_dtypes.bfloat16)

@@ -18,7 +18,10 @@ from pagedcache.bookkeeping.prefix_index cimport index_destroy, index_init
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
 
-from pagedcache.errors import CopyRefusedError, InvalidArgumentError, StorageMemoryError
+from pagedcache.errors import (
+    CopyRefusedError, DeviceError, InvalidArgumentError, StorageMemoryError,
+)
+from pagedcache.foreign import as_ndarray
 
 
 cdef void destroy(pool_t *p) noexcept nogil:
@@ -164,8 +167,10 @@ def _ids(ids):
     """A contiguous int32 copy of block ids, which nobody else can change between their check and
     their use; typed errors for anything else."""
     try:
-        a = np.asarray(ids)
-    except (ValueError, OverflowError, MemoryError) as why:
+        a = as_ndarray(ids, "block ids")
+    except DeviceError:
+        raise
+    except (TypeError, ValueError, RuntimeError, OverflowError, MemoryError) as why:
         raise InvalidArgumentError(f"block ids: {why}") from None
     if a.ndim == 0:
         a = a.reshape(1)

@@ -87,9 +87,11 @@ cdef int64_t int_argument(object x, str name, int64_t lo, int64_t hi) except? -9
 
 cdef int64_t any_integer(object x, str name, object lo, object hi) except? -9:
     """The same for every other type, and with the words for what is refused."""
+    # A NumPy bool has no __index__, one of torch has.
+    cdef bint is_bool = isinstance(x, bool) or str(getattr(x, "dtype", "")) == "torch.bool"
     try:
-        value = None if isinstance(x, bool) else operator.index(x)
-    except TypeError:                 # an array of several integers has __index__ and refuses
+        value = None if is_bool else operator.index(x)
+    except (TypeError, ValueError, RuntimeError):  # an array of several, a tensor without values
         value = None
     if value is None:
         raise errors.InvalidArgumentError(
