@@ -8,9 +8,9 @@ import pytest
 from numpy.typing import NDArray
 
 from pagedcache import FORMATS
-from pagedcache.checks import Check, SkipCheck, all_checks, judge, reference
+from pagedcache.checks import Check, SkipCheck, all_checks, channels, judge, reference
 from pagedcache.checks.block_bytes import block_bytes
-from pagedcache.checks.bounds import error_bound, relative_rmse
+from pagedcache.checks.bounds import block_bound, error_bound, relative_rmse
 from pagedcache.checks.compare import raises, same_bits
 from pagedcache.checks.registry import CheckFailed, Context
 
@@ -120,6 +120,48 @@ def test_block_bytes_of_a_planar_block() -> None:
     data = block_bytes("q8", "HND", rows)
     assert data[32:64].tolist() == first.data[0].tolist()
     assert data[128 + 4 : 128 + 8].tolist() == first.scales[0].tolist()
+
+
+def test_reference_q4k_by_hand() -> None:
+    # 3 tokens of one head of 3 channels: ranges 15, 0 and 30
+    block = np.array([[[0, 7, -10]], [[15, 7, 20]], [[4, 7, 0]]], np.float32)
+    rows, scales = channels.block_parts(block)
+    # nibbles 0 15 4, 0 0 0, 0 15 5; even channels low, nothing behind the last one
+    assert rows[:, 0].tolist() == [[0, 0], [15, 15], [4, 5]]
+    assert scales.view(np.float16)[0, 0].tolist() == [1, 0, 0, 7, 2, -10]
+    assert np.array_equal(channels.channels_read_back(block), block)
+    # NHD and HND are the same for one head: 6 bytes of rows, padded, 12 of scales, padded
+    for layout in ("HND", "NHD"):
+        data = block_bytes("q4k", layout, block)
+        assert data.size == 32 and data[:6].tolist() == [0, 0, 15, 15, 4, 5]
+    bad = np.array([[[np.inf]], [[-3]], [[np.nan]]], np.float32)
+    assert channels.channels_read_back(bad)[:, 0, 0].tolist() == [3, -3, 0.0]
+
+
+def test_readings_of_a_block() -> None:
+    rows = np.random.default_rng(8).standard_normal((4, 2, 33), dtype=np.float32) * 1e5
+    waiting = channels.opened("q4k", "float16", rows)
+    assert np.abs(waiting).max() == 65504 and np.array_equal(
+        channels.opened("float32", "float16", rows), rows)  # fmt: skip
+    assert len(channels.readings("q4k", "float16", rows[:3], 4)) == 1
+    choices = channels.readings("q4k", "float16", rows, 4)
+    assert np.array_equal(choices[0], waiting)
+    assert np.array_equal(choices[1], channels.channels_read_back(rows))
+    assert np.array_equal(choices[2], channels.channels_read_back(waiting))
+    assert len({choice.tobytes() for choice in choices}) == 5
+
+
+@pytest.mark.parametrize("name", ["q4k", "q4_1", "q8"])
+def test_bounds_of_blocks_hold_and_are_tight(name: str) -> None:
+    rng = np.random.default_rng(9)
+    rows: NDArray[np.float32] = rng.standard_normal((200, 2, 70), dtype=np.float32)
+    rows *= np.exp2(rng.integers(-8, 9, (1, 2, 70))).astype(np.float32)
+    bound = block_bound(name, "float16", rows, 40)
+    for given in (rows, channels.opened(name, "float16", rows)):
+        blocks = [channels.sealed(name, given[i : i + 40]) for i in range(0, 200, 40)]
+        error = np.abs(np.concatenate(blocks) - rows)
+        assert (error <= bound).all()
+        assert (error / bound).max() > 0.8
 
 
 @pytest.mark.parametrize("name", list(FORMATS))

@@ -111,7 +111,7 @@ def test_a_device_that_cannot_be_used_ends_with_the_reason(
 
 def test_formats_that_are_not_quantised_say_which_are(capsys: Capture) -> None:
     done = run(capsys, "bench", "quantize", "--format", "float32")
-    assert done.err == "pagedcache bench: quantize covers q8 q4 q8_0 q4_0 q4_1, not float32\n"
+    assert done.err == "pagedcache bench: quantize covers q8 q4 q8_0 q4_0 q4_1 q4k, not float32\n"
 
 
 def test_missing_peer_is_noted_once(capsys: Capture) -> None:

@@ -31,7 +31,14 @@ _PER_FORMAT = (
     sharing.defragment,
     refusals.errors_leave_state,
 )
-_MIXED = (("q8", "q4"), ("float16", "q4_0"), ("q4_1", "bfloat16"), ("float32", "q8_0"))
+_MIXED = (
+    ("q8", "q4"),
+    ("float16", "q4_0"),
+    ("q4_1", "bfloat16"),
+    ("float32", "q8_0"),
+    ("q4k", "q4_1"),
+    ("q4k", "float32"),
+)
 _MIXED_OPERATIONS = (
     rows.round_trip,
     rows.block_layout,

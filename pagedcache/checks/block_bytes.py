@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .channels import BY_CHANNEL, block_parts
 from .reference import PLANAR, Bytes, Floats, encode_rows
 
 _ALIGN = 16
@@ -19,8 +20,15 @@ def block_bytes(name: str, layout: str, tokens: Floats) -> Bytes:
 
     ``tokens``: float32 ``[block_size, num_kv_heads, head_dim]``. HND keeps a head's rows together,
     NHD a token's. Planar formats hold, per run of rows, all quants (padded to 16 bytes), then
-    all scales (padded to 16 bytes); a run is one head in HND and the whole block in NHD.
+    all scales (padded to 16 bytes); a run is one head in HND and the whole block in NHD. Where
+    groups run along the tokens the scales of a run are those of its heads, one after the other.
     """
+    if name in BY_CHANNEL:
+        data, scales = block_parts(tokens)
+        runs = [(data, scales)]
+        if layout == "HND":
+            runs = [(data[:, head], scales[head]) for head in range(tokens.shape[1])]
+        return np.concatenate([_padded([_padded([data]), scales]) for data, scales in runs])
     rows = tokens if layout == "NHD" else tokens.transpose(1, 0, 2)
     stored = encode_rows(name, np.ascontiguousarray(rows))
     if name not in PLANAR:

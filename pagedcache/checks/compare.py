@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .registry import CheckFailed
 
@@ -34,6 +35,15 @@ def same_bits(actual: Any, expected: Any, what: str) -> None:
             f"{what}: {different.size} of {got.size} values differ, first at {at}: "
             f"expected {want[at]!r}, got {got[at]!r}"
         )
+
+
+def same_values(actual: NDArray[Any], expected: NDArray[Any]) -> bool:
+    """Whether two arrays have the same dtype, shape and bytes."""
+    return (
+        actual.dtype == expected.dtype
+        and actual.shape == expected.shape
+        and actual.tobytes() == expected.tobytes()
+    )
 
 
 def raises(error: type[BaseException], call: Any, what: str) -> BaseException:

@@ -87,7 +87,7 @@ def sizes(context: Context, name: str) -> None:
     for heads, head_dim in ((1, 32), (3, 64), (2, 33), (8, 80)):
         spec = pagedcache.CacheSpec(
             num_layers=2, num_kv_heads=heads, head_dim=head_dim, block_size=size,
-            kv_format=name, layout=layout,
+            k_format=name, v_format=name, layout=layout,
         )
         from .block_bytes import block_bytes
 

@@ -199,6 +199,9 @@ _GROUPED: dict[
     "q8_0": (_encode_q8_0, _decode_q8_0),
     "q4_0": (_encode_q4_0, _decode_q4_0),
     "q4_1": (_encode_q4_1, _decode_q4_1),
+    # A flat run of values has no tokens for a group to run along: q4_1's groups. In a block:
+    # channels.py.
+    "q4k": (_encode_q4_1, _decode_q4_1),
 }
 PLANAR = ("q8", "q4")
 

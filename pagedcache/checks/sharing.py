@@ -50,11 +50,13 @@ def truncate_and_rewrite(context: Context) -> None:
             keep = size + 1
             seq.truncate(keep)
             equal(seq.seq_len, keep, "length after truncate")
+            stage.expect(seq, k, v, stop=keep)
+            kept_k, kept_v = stage.reread(seq, k[:, :keep], v[:, :keep], size)
             seq.append_tokens(stage.tokens(size))
             new_k, new_v = stage.rows(size)
             stage.append(seq, new_k, new_v)
             seq.commit(size)
-            stage.expect(seq, joined(k[:, :keep], new_k), joined(v[:, :keep], new_v))
+            stage.expect(seq, joined(kept_k, new_k), joined(kept_v, new_v))
             with stage.cache.open(np.append(prompt, prompt[:1])) as again:
                 equal(again.num_cached_tokens, 3 * size, "tokens still cached")
                 stage.expect(again, k, v, stop=3 * size)
@@ -85,11 +87,20 @@ def prefix_hit(context: Context) -> None:
             stage.expect(seq, k, v, stop=3 * size - 1)
             # The last block is a copy of the sequence's own; the model computes the same row.
             last = slice(3 * size - 1, 3 * size)
+            head = slice(0, 3 * size - 1)
+            head_k, head_v = stage.reread(seq, k[:, head], v[:, head], 2 * size)
             stage.append(seq, k[:, last], v[:, last])
             seq.commit(1)
-            stage.expect(seq, k, v, stop=3 * size)
+            copied = joined(head_k, k[:, last]), joined(head_v, v[:, last])
+            stage.expect(seq, *copied)
         with stage.cache.open(longer, salt=b"a") as seq:
-            stage.expect(seq, k, v, stop=3 * size)
+            stage.expect(seq, k, v, stop=2 * size)
+            # Two blocks of these tokens may be cached now, the first one and the copy.
+            require(
+                stage.reads_as(seq, k, v, 2 * size, 3 * size)
+                or stage.reads_as(seq, *copied, 2 * size, 3 * size),
+                "the last block of the hit is neither the first one nor its copy",
+            )
         stage.unused()
 
 
@@ -105,10 +116,12 @@ def partial_reuse(context: Context) -> None:
             with stage.cache.open(other, salt=b"") as seq:
                 equal(seq.num_cached_tokens, matched, "tokens reused")
                 stage.expect(seq, k, v, stop=matched)
-                rest = stage.fill(seq)
-                stage.expect(seq, k, v, stop=matched)
                 head = slice(0, matched)
-                stage.expect(seq, joined(k[:, head], rest[0]), joined(v[:, head], rest[1]))
+                head_k, head_v = stage.reread(
+                    seq, k[:, head], v[:, head], matched // size * size
+                )
+                rest = stage.fill(seq)
+                stage.expect(seq, joined(head_k, rest[0]), joined(head_v, rest[1]))
             stage.cache.reset_prefix_cache()
             with stage.cache.open(np.append(prompt, prompt[:1])) as seq:
                 stage.append(seq, k, v)

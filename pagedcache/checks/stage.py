@@ -9,10 +9,12 @@ from numpy.typing import NDArray
 
 import pagedcache
 
-from .compare import equal, same_bits
+from .bounds import block_bound, error_bound
+from .channels import readings
+from .compare import equal, same_bits, same_values
 from .devices import host, upload
 from .reference import Floats, read_back
-from .registry import DEVICE, Context
+from .registry import DEVICE, CheckFailed, Context
 
 # (num_kv_heads, head_dim): whole groups, padded last groups, one head, many heads.
 _SHAPES = ((3, 64), (2, 80), (1, 33), (8, 32), (2, 96), (5, 16))
@@ -40,6 +42,8 @@ class Stage:
             layout=context.layout,
         )
         options.setdefault("partial_block_reuse", 0)
+        if self.spec.has_open_blocks:
+            options.setdefault("num_open_blocks", num_blocks)
         self.cache = pagedcache.PagedKVCache(
             self.spec, num_blocks, device=context.device, **options
         )
@@ -82,8 +86,58 @@ class Stage:
         return k, v
 
     def stored(self, kind: str, rows: Floats) -> Floats:
-        """What rows of K ("k") or V ("v") read back as."""
+        """What rows of K ("k") or V ("v") read back as where no block is ever open."""
         return read_back(self.formats[kind], rows)
+
+    def same(
+        self, kind: str, got: NDArray[Any], rows: Floats, start: int, what: str
+    ) -> None:
+        """What was read from position ``start`` on, of any float dtype, is what ``rows``, the
+        sequence's from its beginning, are stored as.
+
+        With open blocks that is one of few things, block by block: the rows as the open block's
+        format has them, or what they were quantised to; which of them is judged elsewhere.
+        """
+        stop = start + len(got)
+        if not self.spec.has_open_blocks:
+            same_bits(got, self.stored(kind, rows[start:stop]).astype(got.dtype), what)
+            return
+        held, size = str(self.spec.open_blocks), self.block_size
+        for block in range(start // size * size, stop, size):
+            part = slice(max(start, block), min(stop, block + size))
+            inside = slice(part.start - block, part.stop - block)
+            read = got[part.start - start : part.stop - start]
+            choices = readings(self.formats[kind], held, rows[block : block + size], size)
+            for choice in choices[1:]:
+                if same_values(read, choice[inside].astype(got.dtype)):
+                    break
+            else:
+                want = choices[0][inside].astype(got.dtype)
+                same_bits(read, want, f"{what}, block {block // size}")
+
+    def bound(self, kind: str, rows: Floats) -> Floats:
+        """Largest error of each value of a sequence's rows ``[tokens, heads, head_dim]``."""
+        if not self.spec.has_open_blocks:
+            return error_bound(self.formats[kind], rows)
+        return block_bound(self.formats[kind], str(self.spec.open_blocks), rows, self.block_size)
+
+    def reread(self, seq: Any, k: Floats, v: Floats, first: int) -> tuple[Floats, Floats]:
+        """K and V of the sequence's tokens, those from ``first`` on as they read now.
+
+        To be given for tokens that were read back into an open block, before others join them.
+        """
+        if not self.spec.has_open_blocks:
+            return k, v
+        n = k.shape[1]
+        read = [
+            self.gather(seq, layer, first, n, dtype=np.float32)
+            for layer in range(self.num_layers)
+        ]
+        now = [np.stack([pair[index] for pair in read]) for index in (0, 1)]
+        return (
+            np.concatenate((k[:, :first], now[0]), axis=1),
+            np.concatenate((v[:, :first], now[1]), axis=1),
+        )
 
     def gather(self, seq: Any, layer: int, *args: Any, **options: Any) -> list[NDArray[Any]]:
         """``seq.gather`` of the same arguments, in the CPU's memory."""
@@ -96,8 +150,17 @@ class Stage:
         stop = k.shape[1] if stop is None else stop
         for layer in range(self.num_layers):
             got_k, got_v = self.gather(seq, layer, start, stop, dtype=np.float32)
-            same_bits(got_k, self.stored("k", k[layer, start:stop]), f"layer {layer} K")
-            same_bits(got_v, self.stored("v", v[layer, start:stop]), f"layer {layer} V")
+            equal((len(got_k), len(got_v)), (stop - start,) * 2, "tokens read")
+            self.same("k", got_k, k[layer], start, f"layer {layer} K")
+            self.same("v", got_v, v[layer], start, f"layer {layer} V")
+
+    def reads_as(self, seq: Any, k: Floats, v: Floats, start: int, stop: int) -> bool:
+        """Whether :meth:`expect` is content."""
+        try:
+            self.expect(seq, k, v, start, stop)
+        except CheckFailed:
+            return False
+        return True
 
     def whole(self) -> None:
         """The bookkeeping agrees with itself."""
