@@ -1,8 +1,8 @@
 /* Rounding of single values: float32 to float16 and bfloat16 bits and back, and to integers.
  *
- * Integer arithmetic only where bits are converted, so that flush-to-zero modes which other
- * libraries switch on can't change a result. Device code alone has its instruction for float16,
- * which gives the same bits for everything but NaN; the integer rule keeps NaN.
+ * Where bits are converted no float operation meets a subnormal that matters, so that flush-to-zero
+ * modes which other libraries switch on can't change a result. Device code alone has its
+ * instruction for float16, which gives the same bits for everything but NaN; the rule keeps NaN.
  */
 #ifndef PAGEDCACHE_ROUND_H
 #define PAGEDCACHE_ROUND_H
@@ -21,56 +21,54 @@ PC_INLINE float pc_bits_float(uint32_t bits) {
     return value;
 }
 
+/* yes where the condition (0 or 1) holds, else no; without a branch, which stops vectors. */
+PC_INLINE int32_t pc_choose(int condition, int32_t yes, int32_t no) {
+    return no ^ ((yes ^ no) & -(int32_t)condition);
+}
+
 /* Round to nearest even; overflow gives Inf, subnormals are exact, and a NaN keeps its sign and
- * the top 10 bits of its payload (1 if those are zero, so that it stays a NaN). */
+ * the top 10 bits of its payload (1 if those are zero, so that it stays a NaN).
+ *
+ * All cases are computed and one is chosen, so that compilers use vectors. Units of 2^-24, which
+ * subnormals have, are the last bits of 0.5 in float32: adding that rounds to them. */
 PC_INLINE uint16_t pc_float_to_half(float value) {
     const uint32_t bits = pc_float_bits(value);
     const uint32_t sign = (bits >> 16) & 0x8000u;
-    const uint32_t magnitude = bits & 0x7FFFFFFFu;
-    uint32_t half;
+    const int32_t magnitude = (int32_t)(bits & 0x7FFFFFFFu);
 #if defined(__CUDA_ARCH__)
-    if (magnitude <= 0x7F800000u) {
+    if (magnitude <= 0x7F800000) {
         uint16_t rounded;
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
         return rounded;
     }
 #endif
-    if (magnitude >= 0x47800000u) { /* 65536 and up, Inf, NaN */
-        const uint32_t payload = (magnitude >> 13) & 0x3FFu;
-        half = magnitude <= 0x7F800000u ? 0x7C00u : 0x7C00u | (payload ? payload : 1u);
-    } else if (magnitude >= 0x38800000u) { /* normal: a carry may run up to Inf, rightly */
-        half = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-    } else if (magnitude > 0x33000000u) { /* subnormal: units of 2^-24 */
-        const uint32_t shift = 126u - (magnitude >> 23);
-        const uint32_t mantissa = (magnitude & 0x7FFFFFu) | 0x800000u;
-        const uint32_t below = (1u << (shift - 1u)) - 1u;
-        half = (mantissa + below + ((mantissa >> shift) & 1u)) >> shift;
-    } else { /* up to 2^-25, which is a tie and goes to even */
-        half = 0u;
-    }
-    return (uint16_t)(sign | half);
+    const int32_t payload = (magnitude >> 13) & 0x3FF;
+    const int32_t nan = 0x7C00 | (payload > 1 ? payload : 1);
+    /* a carry may run up to Inf, rightly */
+    const int32_t normal = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
+    const float shifted = pc_bits_float((uint32_t)magnitude) + 0.5f;
+    const int32_t subnormal = (int32_t)(pc_float_bits(shifted) - 0x3F000000u);
+    const int32_t finite = pc_choose(magnitude >= 0x38800000, normal, subnormal);
+    const int32_t infinite = pc_choose(magnitude > 0x7F800000, nan, 0x7C00);
+    return (uint16_t)(sign | (uint32_t)pc_choose(magnitude >= 0x47800000, infinite, finite));
 }
 
+/* Exact; a NaN keeps its sign and payload. A subnormal is mantissa * 2^-24, normal in float32. */
 PC_INLINE float pc_half_to_float(uint16_t half) {
     const uint32_t sign = ((uint32_t)half & 0x8000u) << 16;
-    const uint32_t exponent = ((uint32_t)half >> 10) & 0x1Fu;
-    const uint32_t mantissa = (uint32_t)half & 0x3FFu;
-    uint32_t magnitude;
+    const int32_t magnitude = (int32_t)half & 0x7FFF;
 #if defined(__CUDA_ARCH__)
-    if (exponent != 0x1Fu) {
+    if (magnitude < 0x7C00) {
         float value;
         asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
         return value;
     }
 #endif
-    if (exponent == 0x1Fu) {
-        magnitude = 0x7F800000u | (mantissa << 13);
-    } else if (exponent != 0u) {
-        magnitude = ((exponent + 112u) << 23) | (mantissa << 13);
-    } else { /* subnormal or zero: mantissa * 2^-24 is exact and normal in float32 */
-        magnitude = pc_float_bits((float)mantissa * 5.9604644775390625e-8f);
-    }
-    return pc_bits_float(sign | magnitude);
+    const int32_t subnormal = (int32_t)pc_float_bits((float)magnitude * 5.9604644775390625e-8f);
+    const int32_t normal = (magnitude << 13) + 0x38000000; /* 112 more in the exponent */
+    const int32_t infinite = (magnitude << 13) | 0x7F800000;
+    const int32_t finite = pc_choose(magnitude >= 0x0400, normal, subnormal);
+    return pc_bits_float(sign | (uint32_t)pc_choose(magnitude >= 0x7C00, infinite, finite));
 }
 
 /* Round to nearest even, subnormals kept; every NaN becomes the quiet NaN of its sign (adding

@@ -26,11 +26,13 @@ typedef struct {
     int dtype; /* code of a dense format */
 } pc_rows;
 
-/* float32 values that the functions below need as a buffer: a row, or a head of a block where
- * groups run along the tokens. */
+/* float32 values that the functions below need as a buffer: a row; where groups run along the
+ * tokens, a head of a block to store it, and a row with scales and minima to load it. */
 PC_INLINE int64_t pc_buffer_values(const pc_space *space) {
     const pc_geometry *const g = &space->geometry[PC_SEALED];
-    return g->token_groups ? g->block_size * g->head_dim : g->head_dim;
+    if (!g->token_groups)
+        return g->head_dim;
+    return g->head_dim * (g->block_size > 3 ? g->block_size : 3);
 }
 
 /* ---- one value, one row ------------------------------------------------------------------ */
@@ -89,6 +91,11 @@ PC_INLINE void pc_narrow_row(int dtype, const float *in, int64_t head_dim, uint8
         else
             for (i = 0; i < head_dim; i++)
                 memcpy(row + i * stride, in + i, 4);
+    } else if (dtype == PC_FORMAT_float16 && stride == 2) {
+        for (i = 0; i < head_dim; i++) {
+            bits = pc_float_to_half(in[i]);
+            memcpy(row + i * 2, &bits, 2);
+        }
     } else if (dtype == PC_FORMAT_float16) {
         for (i = 0; i < head_dim; i++) {
             bits = pc_float_to_half(in[i]);
@@ -222,6 +229,29 @@ PC_INLINE int pc_put_block(const pc_geometry *g, const pc_slab *slab, int64_t bl
     return PC_OK;
 }
 
+/* Read `count` tokens of one token group of a sealed block into rows from `first_token` on.
+ * buffer: 3 * head_dim floats. */
+PC_INLINE void pc_get_group(const pc_geometry *g, const pc_slab *slab, int64_t block,
+                            int64_t offset, int64_t count, const pc_rows *rows, int64_t first_token,
+                            float *buffer) {
+    const int dense = rows->dtype == PC_FORMAT_float32 && rows->value_stride == 4;
+    const int64_t head_dim = g->head_dim;
+    float *const scale = buffer, *const minimum = buffer + head_dim;
+    int64_t head, i;
+    for (head = 0; head < g->num_heads; head++) {
+        uint8_t *row = rows->base + first_token * rows->token_stride + head * rows->head_stride;
+        for (i = 0; i < count; i++, row += rows->token_stride) {
+            const pc_address at = pc_row_address(g, slab->block_stride, block, head, offset + i);
+            float *const out = dense ? (float *)(void *)row : buffer + 2 * head_dim;
+            if (i == 0)
+                pc_decode_scales(slab->base + at.scales, head_dim, scale, minimum);
+            pc_decode_nibbles(slab->base + at.data, scale, minimum, head_dim, out);
+            if (!dense)
+                pc_narrow_row(rows->dtype, out, head_dim, row, rows->value_stride);
+        }
+    }
+}
+
 /* ---- the loops --------------------------------------------------------------------------- */
 
 /*
@@ -272,6 +302,14 @@ PC_INLINE void pc_load_rows(const pc_space *space, const pc_slab slabs[2], const
         const int where = pc_where_is(space, places[index]);
         const pc_geometry *const geometry = &space->geometry[where];
         const pc_slab *const slab = &slabs[where];
+        if (geometry->token_groups) {
+            const int64_t group_end = offset / PC_GROUP * PC_GROUP + PC_GROUP;
+            const int64_t end = group_end < block_size ? group_end : block_size;
+            const int64_t left = n - token, count = left < end - offset ? left : end - offset;
+            pc_get_group(geometry, slab, places[index], offset, count, rows, token, buffer);
+            token += count - 1;
+            continue;
+        }
         for (head = 0; head < geometry->num_heads; head++) {
             const pc_address at =
                 pc_row_address(geometry, slab->block_stride, places[index], head, offset);

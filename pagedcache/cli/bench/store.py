@@ -23,13 +23,16 @@ SOURCES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat
 def make_cache(
     name: str, layout: str, num_tokens: int, device: str = "cpu", num_layers: int = 1
 ) -> pagedcache.PagedKVCache:
-    """A cache with twice the blocks that ``num_tokens`` need."""
+    """A cache with twice the blocks that ``num_tokens`` need, all of which may be open at once."""
     spec = pagedcache.CacheSpec(
         num_layers=num_layers, num_kv_heads=HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE,
         kv_format=name, layout=layout, on_nonfinite="saturate",
     )
     num_blocks = 2 * -(-num_tokens // BLOCK_SIZE)
-    return pagedcache.PagedKVCache(spec, num_blocks, device=device, partial_block_reuse=0)
+    opened = {"num_open_blocks": num_blocks} if spec.has_open_blocks else {}
+    return pagedcache.PagedKVCache(
+        spec, num_blocks, device=device, partial_block_reuse=0, **opened
+    )
 
 
 def scattered(cache: pagedcache.PagedKVCache, num_seqs: int, tokens_each: int) -> list[Any]:
