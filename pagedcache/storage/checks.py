@@ -33,19 +33,22 @@ def check_ids(ids: Array, num_blocks: int, low: int = 0) -> None:
 def check_whole(slots: Array, num_blocks: int, block_size: int) -> None:
     """Raise :class:`SlotError` unless slots of sealed blocks are all those of a block, in order:
     for formats whose groups run along the tokens. The slots are in range."""
-    sealed = np.flatnonzero((slots >= 0) & (slots < num_blocks * block_size))
-    at = 0
-    while at < len(sealed):
-        index = int(sealed[at])
-        first = int(slots[index])
-        run = slots[index : index + block_size]
-        if first % block_size or not np.array_equal(run, first + np.arange(block_size)):
-            reason = (
-                "a block whose scales run along its tokens is written whole: all "
-                f"{block_size} slots of it, in order (index {index} of the mapping)"
-            )
-            raise SlotError(first, reason)
-        at += block_size
+    sealed = (slots >= 0) & (slots < num_blocks * block_size)
+    offsets = slots % block_size
+    follows = np.empty(len(slots) + 1, bool)  # the slot after the one before it in the mapping
+    follows[1:-1] = slots[1:] == slots[:-1] + 1
+    follows[:1] = follows[-1:] = False
+    begun = (offsets == 0) | follows[:-1]
+    ended = (offsets == block_size - 1) | follows[1:]
+    index = _first(sealed & ~(begun & ended))
+    if index >= 0:
+        # Of a block that breaks off later on, the first slot is the one to name.
+        index -= int(offsets[index]) if begun[index] else 0
+        reason = (
+            "a block whose scales run along its tokens is written whole: all "
+            f"{block_size} slots of it, in order (index {index} of the mapping)"
+        )
+        raise SlotError(int(slots[index]), reason)
 
 
 def check_whole_copies(dst: Array, rows: Array, num_blocks: int, block_size: int) -> None:

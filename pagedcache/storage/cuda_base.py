@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,13 +17,14 @@ from pagedcache._cuda.staging import Staging
 from pagedcache._cuda.streams import Stream, Streams
 from pagedcache.arguments import as_layer
 from pagedcache.errors import FreedHandleError, NonFiniteError, SlotError
-from pagedcache.spec import LAYOUTS, CacheSpec
+from pagedcache.spec import CacheSpec
 from pagedcache.storage import cuda_slabs
 from pagedcache.storage.base import Storage
 from pagedcache.storage.checks import check_ids
+from pagedcache.storage.cuda_sides import OPEN, SEALED, Side, make_sides
 from pagedcache.storage.queues import by_device
 from pagedcache.storage.shadows import shadow
-from pagedcache.storage.slabs import KINDS, Array, Kind
+from pagedcache.storage.slabs import KINDS, Array, Kind, shape_of_open_block
 
 _E_NONFINITE = 1  # include/pagedcache/status.h
 
@@ -35,52 +35,53 @@ class CudaBase(Storage):
     ordered = True
 
     def __init__(
-        self, spec: CacheSpec, num_blocks: int, ordinal: int = 0, slabs: Any = None
+        self,
+        spec: CacheSpec,
+        num_blocks: int,
+        ordinal: int = 0,
+        slabs: Any = None,
+        num_open: int = 0,
     ) -> None:
-        super().__init__(spec, num_blocks)
+        super().__init__(spec, num_blocks, num_open)
         self.adopted = slabs is not None
         device = self.device = get_device(ordinal)
         self.streams = Streams(device)
         self.streams.default.refuse_capture("making a cache")
-        self._geometry = {kind: self._native(kind) for kind in KINDS}
-        self._slabs: cuda_slabs.Slabs | None = (
+        # Sealed blocks, and open slots if there are any.
+        self._slabs: list[cuda_slabs.Slabs] = [
             cuda_slabs.adopt(device, spec, self.num_blocks, slabs)
             if self.adopted
             else cuda_slabs.allocate(device, spec, self.num_blocks)
-        )
+        ]
         try:
-            self.order = Order(device, self.num_blocks)
+            if self.num_open:
+                self._slabs.append(cuda_slabs.allocate_open(device, spec, self.num_open))
+            self.order = Order(device, self.num_places)
             self._scratch = Scratch(device, self.order)
             self._staging = Staging(device, self._scratch)
-            # The slabs of K, those of V, then the fault word of raw device slots.
-            tables = [cuda_slabs.describe(self._slabs[kind]) for kind in KINDS]
+            # The slabs of K and of V, sealed and open, then the fault word of raw device slots.
+            tables = [
+                cuda_slabs.describe(side[kind], where * self.num_blocks)
+                for where, side in enumerate(self._slabs)
+                for kind in KINDS
+            ]
             table = np.concatenate([*tables, np.zeros((1, 2), np.int64)])
             self._tables = DeviceMemory(device, table.nbytes, "the table of slabs")
             self._fault = self._tables.address + table.nbytes - 16
+            self.sides = make_sides(
+                device, spec, self.num_blocks, self.num_open, self._tables.address
+            )
             self._staging.write(self._tables.address, table, self.queue(None))
             device.synchronize()
         except BaseException:
-            cuda_slabs.give_back(self._slabs)  # the error may keep this object for long
-            self._slabs = None
+            for side in self._slabs:
+                cuda_slabs.give_back(side)  # the error may keep this object for long
+            self._slabs = []
             raise
-
-    def _native(self, kind: Kind) -> Any:
-        library, spec = self.device.library, self.spec
-        geometry = ctypes.create_string_buffer(library.pc_cuda_geometry_nbytes())
-        self.device.call(
-            "pc_cuda_geometry",
-            geometry,
-            self._formats[kind].code,
-            LAYOUTS[spec.layout],
-            spec.num_kv_heads,
-            spec.block_size,
-            spec.head_dim,
-        )
-        return geometry
 
     def close(self) -> None:
         """Let go of the slabs; their memory returns once no view holds it. Idempotent."""
-        self._slabs = None
+        self._slabs = []
 
     def queue(self, stream: Any) -> Stream:
         """The stream of the caller's object: None, an int handle, one of PyCUDA, torch, CuPy
@@ -91,12 +92,13 @@ class CudaBase(Storage):
         return self.streams.resolve(stream)
 
     def __repr__(self) -> str:
-        state = "closed" if self._slabs is None else f"{self.nbytes:,} bytes"
-        return f"<CudaStorage on {self.device.name}: {self.num_blocks} blocks, {state}>"
+        state = f"{self.nbytes:,} bytes" if self._slabs else "closed"
+        opened = f" and {self.num_open} open slots" if self.num_open else ""
+        return f"<CudaStorage on {self.device.name}: {self.num_blocks} blocks{opened}, {state}>"
 
-    def _open(self) -> cuda_slabs.Slabs:
+    def _open(self) -> list[cuda_slabs.Slabs]:
         slabs = self._slabs
-        if slabs is None:
+        if not slabs:
             raise FreedHandleError("this storage")
         if self.device.broken is not None:
             self.device.refuse("a call on its storage")
@@ -105,18 +107,41 @@ class CudaBase(Storage):
     def slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> DeviceArray:
         """Return a whole slab without a copy: ``[num_blocks, *shape of block_array]``."""
         layer = as_layer(layer, self.spec.num_layers)
-        slab = self._open()[self._kind(kind)][layer]
+        slab = self._open()[SEALED][self._kind(kind)][layer]
+        return slab.with_owner(slab, readonly=not writable)
+
+    def open_slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> DeviceArray:
+        """Return all open slots without a copy: ``[num_open, *open_block_shape]``.
+
+        Raises :class:`InvalidArgumentError` for a spec without open blocks.
+        """
+        layer = as_layer(layer, self.spec.num_layers)
+        slabs, kind = self._open(), self._kind(kind)
+        shape, dtype = shape_of_open_block(self.spec, kind)
+        if not self.num_open:
+            return DeviceArray(0, (0, *shape), None, dtype, self.device, readonly=not writable)
+        slab = slabs[OPEN][kind][layer]
         return slab.with_owner(slab, readonly=not writable)
 
     def block_array(
-        self, layer: int, kind: Kind, block_id: int, *, writable: bool = False, queue: Any = None
+        self, layer: int, kind: Kind, place: int, *, writable: bool = False, queue: Any = None
     ) -> DeviceArray:
         """One block's device array over the slab; see :class:`Storage`."""
         slab = self.slab_array(layer, kind, writable=writable)
-        check_ids(np.array([block_id], np.int64), self.num_blocks)
-        block: DeviceArray = slab[block_id]
+        check_ids(np.array([place], np.int64), self.num_places)
+        if place >= self.num_blocks:
+            slab = self.open_slab_array(layer, kind, writable=writable)
+            place -= self.num_blocks
+        block: DeviceArray = slab[place]
         block.stream = queue
         return block
+
+    def located(self, kind: Kind, layer: int, where: int) -> tuple[Side, int, int]:
+        """A side of K or V, and its slab in one layer: the base that places are counted from
+        and the bytes from block to block."""
+        slab = self._open()[where][kind][layer]
+        base = cuda_slabs.base_of(slab, where * self.num_blocks)
+        return self.sides[kind][where], base, slab.strides[0]
 
     def on_layer(self, layer: int) -> tuple[CudaBase, int]:
         """This storage and the layer's number in it; see ``PlacedStorage``."""
@@ -124,19 +149,19 @@ class CudaBase(Storage):
 
     # ---- order ---------------------------------------------------------------------------
 
-    def acquire(self, block_ids: Array, queue: Any, writing: bool) -> None:
+    def acquire(self, places: Array, queue: Any, writing: bool) -> None:
         """See :class:`Storage`."""
         self._open()
-        self.order.acquire(queue or self.queue(None), block_ids, writing)
+        self.order.acquire(queue or self.queue(None), places, writing)
 
     def turn(self, queue: Any) -> int:
         """See :class:`Storage`."""
         return self.order.turn(queue or self.queue(None))
 
-    def publish(self, block_ids: Array, queue: Any = None, writing: bool = False) -> None:
+    def publish(self, places: Array, queue: Any = None, writing: bool = False) -> None:
         """See :class:`Storage`."""
         self._open()
-        self.order.publish(block_ids, queue, writing)
+        self.order.publish(places, queue, writing)
 
     def synchronize(self) -> None:
         """Wait for the device; raise :class:`SlotError` for a raw slot that was skipped.
@@ -165,8 +190,8 @@ class CudaBase(Storage):
 
     @contextmanager
     def _changing(self, queue: Stream, read: Array, written: Array) -> Iterator[None]:
-        """A block of calls that read and write blocks, ordered with other streams."""
-        read, written = (_block_ids(ids) for ids in (read, written))
+        """A block of calls that read and write places, ordered with other streams."""
+        read, written = (_distinct(places) for places in (read, written))
         self.order.acquire(queue, written, True)
         self.order.acquire(queue, read, False)
         try:
@@ -200,8 +225,8 @@ class CudaBase(Storage):
         return DeviceArray(memory.address, shape, None, dtype, self.device, owner=memory)
 
     def _outlines(self) -> dict[Kind, list[Array]]:
-        slabs = self._open()
-        return {kind: [shadow(slab) for slab in slabs[kind]] for kind in KINDS}
+        sides = self._open()
+        return {kind: [shadow(slab) for side in sides for slab in side[kind]] for kind in KINDS}
 
     def take_region(self, nbytes: int, queue: Stream) -> Region:
         """Device memory from the pool of regions, to be used on ``queue`` first."""
@@ -214,39 +239,31 @@ class CudaBase(Storage):
         table: int,
         capacity: int,
         first: int,
-        block_ids: Array,
+        places: Array,
         queue: Stream,
     ) -> None:
         """Write entries ``first …`` of K and V of ``num_layers`` layers from ``layer`` on."""
-        slabs, step = self._tables.address, 16 * self.spec.num_layers
-        with self._uploaded(block_ids, queue) as region:
+        tables = [
+            self.sides[kind][where if self.num_open else SEALED].tables + 16 * layer
+            for where in (SEALED, OPEN)
+            for kind in KINDS
+        ]
+        with self._uploaded(places, queue) as region:
             self.device.call(
                 "pc_cuda_build_pointers",
-                slabs + 16 * layer,
-                slabs + step + 16 * layer,
-                slabs + 16 * layer,
-                slabs + step + 16 * layer,
+                *tables,
                 self.num_blocks,
                 num_layers,
                 region.address,
                 first,
-                len(block_ids),
+                len(places),
                 table,
                 capacity,
                 queue.handle,
             )
 
-    def _geometries(self) -> Iterator[tuple[Any, int, int]]:
-        """(geometry, address of a table of slabs, slabs): one where K and V are stored alike."""
-        layers, table = self.spec.num_layers, self._tables.address
-        if self.spec.k_format == self.spec.v_format:
-            yield self._geometry["k"], table, 2 * layers
-        else:
-            yield self._geometry["k"], table, layers
-            yield self._geometry["v"], table + 16 * layers, layers
 
-
-def _block_ids(ids: Array) -> Array:
-    """Distinct ids without the scratch block, int32."""
-    ids = np.unique(ids[ids >= 0])
-    return ids.astype(np.int32)
+def _distinct(places: Array) -> Array:
+    """Distinct places without the scratch block, int32."""
+    places = np.unique(places[places >= 0])
+    return places.astype(np.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,14 +26,33 @@ def allocate(device: Device, spec: CacheSpec, num_blocks: int) -> Slabs:
 
     Raises :class:`StorageMemoryError` when the device has not that much.
     """
+    shapes = {kind: slab_memory.shape_of_block(spec, kind) for kind in KINDS}
+    return _zeroed(device, spec, num_blocks, shapes, spec.storage_nbytes(num_blocks), "blocks")
+
+
+def allocate_open(device: Device, spec: CacheSpec, num_open: int) -> Slabs:
+    """The same for ``num_open`` open slots; no slabs for none."""
+    if not num_open:
+        return {"k": [], "v": []}
+    shapes = {kind: slab_memory.shape_of_open_block(spec, kind) for kind in KINDS}
+    total = spec.storage_nbytes(0, num_open)
+    return _zeroed(device, spec, num_open, shapes, total, "open blocks")
+
+
+def _zeroed(
+    device: Device,
+    spec: CacheSpec,
+    count: int,
+    shapes: dict[Kind, tuple[tuple[int, ...], np.dtype[Any]]],
+    total: int,
+    name: str,
+) -> Slabs:
     slabs: Slabs = {"k": [], "v": []}
-    total = spec.storage_nbytes(num_blocks)
     with ExitStack() as undo:
-        for kind in KINDS:
-            shape, dtype = slab_memory.shape_of_block(spec, kind)
-            nbytes = num_blocks * spec.layer_block_nbytes(kind)
+        for kind, (shape, dtype) in shapes.items():
+            nbytes = count * math.prod(shape) * dtype.itemsize
             for layer in range(spec.num_layers):
-                what = f"{num_blocks:,} blocks of {kind} of layer {layer}"
+                what = f"{count:,} {name} of {kind} of layer {layer}"
                 try:
                     memory = DeviceMemory(device, nbytes, what)
                 except StorageMemoryError as error:
@@ -41,7 +61,7 @@ def allocate(device: Device, spec: CacheSpec, num_blocks: int) -> Slabs:
                 device.call("pc_cuda_fill", memory.address, 0, nbytes, None)
                 slabs[kind].append(
                     DeviceArray(
-                        memory.address, (num_blocks, *shape), None, dtype, device, owner=memory
+                        memory.address, (count, *shape), None, dtype, device, owner=memory
                     )
                 )
         device.synchronize()  # zeros before any stream, also one that does not wait for others
@@ -79,10 +99,16 @@ def give_back(slabs: Slabs) -> None:
                 slab.owner.free()
 
 
-def describe(slabs: list[DeviceArray]) -> Array:
-    """The table that kernels read: int64 ``[num_layers, 2]`` of (address, block stride)."""
+def base_of(slab: DeviceArray, first_place: int) -> int:
+    """Where place 0 would lie if the slab's first block is that of ``first_place``: an unsigned
+    64-bit address from which places are counted; no memory may lie there."""
+    return (slab.address - first_place * slab.strides[0]) % 2**64
+
+
+def describe(slabs: list[DeviceArray], first_place: int = 0) -> Array:
+    """The table that kernels read: int64 ``[num_layers, 2]`` of (base, block stride)."""
     table = np.empty((len(slabs), 2), np.int64)
     for row, slab in zip(table, slabs, strict=True):
-        row[:1].view(np.uint64)[0] = slab.address
+        row[:1].view(np.uint64)[0] = base_of(slab, first_place)
         row[1] = slab.strides[0]
     return table

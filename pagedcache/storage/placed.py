@@ -68,10 +68,14 @@ class PlacedStorage:
         for name in devices:
             self._local.append(counts.get(name, 0))
             counts[name] = counts.get(name, 0) + 1
-        for name in names:
-            own = None if slabs is None else _part_of(slabs, devices, name, spec.num_layers)
-            part = replace(spec, num_layers=counts[name])
-            self._parts[name] = _one(part, num_blocks, name, own, num_open)
+        try:
+            for name in names:
+                own = None if slabs is None else _part_of(slabs, devices, name, spec.num_layers)
+                part = replace(spec, num_layers=counts[name])
+                self._parts[name] = _one(part, num_blocks, name, own, num_open)
+        except BaseException:
+            self.close()  # the error may keep this object for long
+            raise
         self.num_blocks, self.num_open = num_blocks, num_open
 
     @property

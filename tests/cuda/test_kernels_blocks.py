@@ -155,8 +155,8 @@ def test_far_beyond_two_gigabytes(board: Board) -> None:
 
 
 def test_pointers_of_every_layer(board: Board) -> None:
-    """table[layer][K, V][entry] = base + place * stride of sealed or open slabs; a negative place is
-    0; the rest stays."""
+    """table[layer][K, V][entry] = base + place * stride, of sealed or open slabs; a negative place
+    is 0; the rest stays."""
     # SPEC F45
     layers, capacity, first, count = 5, 700, 13, scaled(600, 600)
     rng = np.random.default_rng(2)
