@@ -7,6 +7,7 @@ from devicekit import host
 
 import pagedcache as pc
 
+#: Formats of which every row has scales of its own (the others: tests/cases/test_open_cases.py).
 QUANTISED = ("q8", "q4", "q8_0", "q4_0", "q4_1")
 STEPS = {"q8": 127, "q4": 7, "q8_0": 127, "q4_0": 8, "q4_1": 15}
 
@@ -22,6 +23,10 @@ def block_bytes(fmt: str, layout: str, heads: int, B: int, dim: int) -> int:
         return heads * B * dim * (4 if fmt == "float32" else 2)
     if fmt in ("q8_0", "q4_0", "q4_1"):
         return heads * B * groups * {"q8_0": 34, "q4_0": 18, "q4_1": 20}[fmt]
+    if fmt == "q4k":  # half a byte a value; 4 bytes a channel for 32 tokens of a head
+        planes, of_plane = (heads, 1) if layout == "HND" else (1, heads)
+        scales = of_plane * -(-B // 32) * dim * 4
+        return planes * (align16(of_plane * B * -(-dim // 2)) + align16(scales))
     quants = groups * (32 if fmt == "q8" else 16)
     planes, rows_ = (heads, B) if layout == "HND" else (1, heads * B)
     return planes * (align16(rows_ * quants) + align16(rows_ * groups * 4))

@@ -91,6 +91,8 @@ def test_numbers_of_open_slots() -> None:
     assert storage.nbytes == q4k.storage_nbytes(3, 2)
     with pytest.raises(InvalidArgumentError, match="num_open"):
         make_storage(q8, 3, num_open=1)
+    for spec in (q4k, q8, CacheSpec(2, 2, 32, 4)):
+        assert make_storage(spec, 3).open_slab_array(1, "v").shape == (0, 2, 4, 32)
     for bad in (-1, 1.5, "2", None, 2**31 - 3, True):
         with pytest.raises(PagedCacheError):
             make_storage(q4k, 3, num_open=bad)  # type: ignore[arg-type]

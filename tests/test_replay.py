@@ -15,6 +15,7 @@ from cli_tools import Run, run
 from pagedcache.cli import replay_run
 from pagedcache.cli.replay_trace import MAX_HASH_ID, Request, read_trace
 from pagedcache.cli.replay_values import ValueMaker
+from pagedcache.formats import FORMATS
 
 Capture = pytest.CaptureFixture[str]
 SAMPLE = Path(__file__).resolve().parent / "data" / "conversation_1000.jsonl"
@@ -148,7 +149,7 @@ def test_values_depend_on_token_position_layer_and_kind_only() -> None:
 SMALL = ("--layers", 2, "--kv-heads", 1, "--head-dim", 40)
 
 
-@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "q8", "q4", "q8_0", "q4_1"])
+@pytest.mark.parametrize("name", list(FORMATS))
 def test_store_reads_every_hit_back(capsys: Capture, name: str) -> None:
     # 40 requests in a pool that must evict; parts of blocks are reused too.
     argv = (SAMPLE, "--store", "--num-blocks", 1500, "--block-size", 64, "--format", name, *SMALL)
@@ -186,6 +187,11 @@ def test_a_wrong_stored_value_is_counted(
     got = done.json()
     assert got["hit_tokens"] == 512 and 1 <= got["differing_bytes"] <= 2
     assert "differing bytes" in run(capsys, "replay", file, "--store", *SMALL).out
+    # with open blocks: by value, of which the wrong one spoils its group of 32
+    done = run(capsys, "replay", file, "--store", "--json", "--format", "q4k", *SMALL)
+    got = done.json()
+    assert done.code == 1 and got["compared_bytes"] == 512 * 2 * 2 * 40 * 4
+    assert 4 <= got["differing_bytes"] <= 4 * 32
 
 
 def test_storage_that_no_machine_has_is_refused(capsys: Capture) -> None:

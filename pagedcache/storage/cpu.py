@@ -206,10 +206,7 @@ class CpuStorage(Storage):
         return slab
 
     def open_slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> Array:
-        """Return all open slots without a copy: ``[num_open, *open_block_shape]``.
-
-        Raises :class:`InvalidArgumentError` for a spec without open blocks.
-        """
+        """Return all open slots without a copy: ``[num_open, *open_block_shape]``."""
         layer = as_layer(layer, self.spec.num_layers)
         kind = self._kind(kind)
         self._open()

@@ -42,7 +42,9 @@ def shape_of_block(spec: CacheSpec, kind: Kind) -> tuple[tuple[int, ...], np.dty
 
 
 def shape_of_open_block(spec: CacheSpec, kind: Kind) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of one open block's array."""
+    """Shape and dtype of one open block's array (of one that cannot be, without open blocks)."""
+    if not spec.has_open_blocks:
+        return spec.open_block_shape, shape_of_block(spec, kind)[1]
     return spec.open_block_shape, spec.open_format(kind).dtype
 
 
