@@ -29,10 +29,10 @@ def make_cache(
         kv_format=name, layout=layout, on_nonfinite="saturate",
     )
     num_blocks = 2 * -(-num_tokens // BLOCK_SIZE)
-    opened = {"num_open_blocks": num_blocks} if spec.has_open_blocks else {}
     return pagedcache.PagedKVCache(
-        spec, num_blocks, device=device, partial_block_reuse=0, **opened
-    )
+        spec, num_blocks, device=device, partial_block_reuse=0,
+        num_open_blocks=num_blocks if spec.has_open_blocks else None,
+    )  # fmt: skip
 
 
 def scattered(cache: pagedcache.PagedKVCache, num_seqs: int, tokens_each: int) -> list[Any]:
