@@ -76,7 +76,7 @@ def config_of(family: str, **changes: Any) -> Any:
 def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A model of its own; weights large enough that greedy choices are far apart."""
     torch.manual_seed(seed)
-    kind = f"{_CLASSES[family]}LMHeadModel" if family == "gpt2" else f"{_CLASSES[family]}ForCausalLM"
+    kind = _CLASSES[family] + ("LMHeadModel" if family == "gpt2" else "ForCausalLM")
     model = getattr(transformers, kind)(config_of(family, **changes)).eval().float()
     with torch.no_grad():
         for name, weights in model.named_parameters():
@@ -142,6 +142,19 @@ def forward(model: Any, ids: torch.Tensor, past: Any, **options: Any) -> torch.T
     options["cache" if VERSION >= (5, 24) else "past_key_values"] = past
     with torch.no_grad():
         return model(ids, use_cache=True, **options).logits
+
+
+@contextlib.contextmanager
+def counted_tokens(model: Any) -> Iterator[list[int]]:
+    """How many tokens of each row every forward pass of ``model`` computes."""
+    counts: list[int] = []
+
+    def count(module: Any, args: Any, kwargs: Any) -> None:
+        counts.append(kwargs["input_ids"].shape[1])
+
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    yield counts
+    hook.remove()
 
 
 def paged(pool: pc.PagedKVCache, *args: Any, **options: Any) -> PagedCache:

@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from pagedcache.errors import InvalidArgumentError
 from pagedcache.integrations.transformers.masks import causal_mask, paged_mask
-from pagedcache.integrations.transformers.tensors import Pages, PagedTensor, flat
+from pagedcache.integrations.transformers.tensors import PagedTensor, Pages, flat
 
 NAME = "pagedcache"
 

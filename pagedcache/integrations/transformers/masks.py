@@ -94,7 +94,7 @@ def left_padding(mask: Array) -> list[int] | None:
     """Where each row (bool ``[rows, n]``) starts, if all masked positions lie before that and
     every row has a token."""
     starts = mask.argmax(1)
-    if (mask.sum(1) != mask.shape[1] - starts).any():
+    if (mask.sum(1) != mask.shape[1] - starts).any() or not mask.any(1).all():
         return None
     return [int(start) for start in starts]
 

@@ -36,7 +36,8 @@ class Prompt:
     ) -> None:
         self.tokens, self.salt, self.adapter = tokens, salt, adapter
         self.mask = None if mask is None or mask.all() else mask
-        self.rows, self.length = (0, 0) if tokens is None else tokens.shape
+        self.rows: int = 0 if tokens is None else tokens.shape[0]
+        self.length: int = 0 if tokens is None else tokens.shape[1]
         self.reused = 0
         self.named = tokens is not None  # whether tokens may get names: see Rows.see_mask
         self._covered = self.length  # columns whose mask is part of the identity
@@ -98,9 +99,10 @@ class Prompt:
             shown = None if mask is None or mask[:, :covered].all() else mask[:, :covered]
             if shown is not None and len(shown) != rows:
                 shown = None if len(shown) % rows else shown[:: len(shown) // rows]
-            if (own is None) != (shown is None) or (
-                own is not None and not np.array_equal(own, shown)
-            ):
+            same = own is shown or (
+                own is not None and shown is not None and np.array_equal(own, shown)
+            )
+            if not same:
                 raise InvalidArgumentError(
                     "the model masks other positions than PagedCache was opened with; give both "
                     "the same attention_mask"

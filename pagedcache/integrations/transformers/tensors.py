@@ -29,7 +29,7 @@ class Pages:
     ``starts``: first position of each row that exists (left padding), None for 0.
     """
 
-    __slots__ = ("_pair", "_epoch", "device", "dtype", "end", "layer", "rows", "starts")
+    __slots__ = ("_epoch", "_pair", "device", "dtype", "end", "layer", "rows", "starts")
 
     def __init__(self, rows: Rows, layer: int, plan: Any, like: torch.Tensor) -> None:
         self.rows, self.layer, self.end, self.starts = rows, layer, plan.end, plan.starts
