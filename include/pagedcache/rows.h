@@ -136,23 +136,54 @@ PC_INLINE float pc_clamp_value(float value, float most) {
     return below < -most ? -most : below;
 }
 
-/* Write to `out` what an open row may hold: finite values (by groups of PC_GROUP, as quantised
- * formats saturate them) within the range of the float format `code`. PC_E_NONFINITE under "raise".
- * `out` may be `values`. */
-PC_INLINE int pc_clamp_row(int code, const float *values, int64_t head_dim, int policy,
-                           float *out) {
+/* Whether no value of an outside row is NaN or Inf; folded without a branch. */
+PC_INLINE int pc_row_is_finite(int dtype, const uint8_t *row, int64_t stride, int64_t head_dim) {
+    const uint32_t mask = dtype == PC_FORMAT_float32   ? 0x7F800000u
+                          : dtype == PC_FORMAT_float16 ? 0x7C00u
+                                                       : 0x7F80u;
+    uint32_t found = 0;
+    int64_t i;
+    if (dtype == PC_FORMAT_float32) {
+        if (stride == 4)
+            for (i = 0; i < head_dim; i++)
+                found |= (pc_load_u32(row + i * 4) & mask) == mask;
+        else
+            for (i = 0; i < head_dim; i++)
+                found |= (pc_load_u32(row + i * stride) & mask) == mask;
+    } else {
+        if (stride == 2)
+            for (i = 0; i < head_dim; i++)
+                found |= (pc_load_u16(row + i * 2) & mask) == mask;
+        else
+            for (i = 0; i < head_dim; i++)
+                found |= (pc_load_u16(row + i * stride) & mask) == mask;
+    }
+    return !found;
+}
+
+/* Make of a row what an open slot of the float format `code` may hold for a quantised one: finite
+ * values (by groups of PC_GROUP, as quantised formats saturate them) within the range of `code`.
+ * Where that changes a value, *values becomes `buffer`, which it may be already.
+ * PC_E_NONFINITE under "raise". */
+PC_INLINE int pc_clamp_row(int code, const float **values, int64_t head_dim, int policy,
+                           float *buffer) {
     const float most = pc_largest(code);
+    const int32_t largest = pc_max_magnitude_bits(*values, head_dim);
+    const float *row = *values;
     int64_t at, i;
-    if (!pc_all_finite(values, head_dim)) {
+    if (largest <= (int32_t)pc_float_bits(most))
+        return PC_OK;
+    if (largest >= 0x7F800000) {
         if (policy == PC_NONFINITE_RAISE)
             return PC_E_NONFINITE;
         for (at = 0; at < head_dim; at += PC_GROUP)
-            pc_copy_saturated(values + at, head_dim - at < PC_GROUP ? head_dim - at : PC_GROUP,
-                              out + at);
-        values = out;
+            pc_copy_saturated(row + at, head_dim - at < PC_GROUP ? head_dim - at : PC_GROUP,
+                              buffer + at);
+        row = buffer;
     }
     for (i = 0; i < head_dim; i++)
-        out[i] = pc_clamp_value(values[i], most);
+        buffer[i] = pc_clamp_value(row[i], most);
+    *values = buffer;
     return PC_OK;
 }
 
@@ -161,10 +192,9 @@ PC_INLINE int pc_clamp_row(int code, const float *values, int64_t head_dim, int 
 PC_INLINE int pc_encode_at(const pc_geometry *g, uint8_t *slab, pc_address at, const float *values,
                            int policy, float *buffer) {
     if (g->clamps) {
-        const int status = pc_clamp_row(g->code, values, g->head_dim, policy, buffer);
+        const int status = pc_clamp_row(g->code, &values, g->head_dim, policy, buffer);
         if (status != PC_OK)
             return status;
-        values = buffer;
     }
     return pc_encode_row(g->code, values, g->head_dim, slab + at.data, slab + at.scales, policy);
 }
@@ -183,7 +213,8 @@ PC_INLINE int pc_put_row(const pc_geometry *geometry, uint8_t *slab, pc_address 
                          const uint8_t *row, int dtype, int64_t stride, int policy, float *buffer) {
     const int64_t head_dim = geometry->head_dim;
     const float *values = buffer;
-    if (dtype == geometry->code && !geometry->clamps) {
+    if (dtype == geometry->code &&
+        (!geometry->clamps || pc_row_is_finite(dtype, row, stride, head_dim))) {
         const int64_t nbytes = pc_dtype_nbytes(dtype);
         pc_copy_row(nbytes, row, stride, slab + at.data, nbytes, head_dim);
         return PC_OK;
@@ -333,23 +364,7 @@ PC_INLINE int64_t pc_find_nonfinite(const pc_rows *rows, int64_t n, int64_t num_
     for (token = 0; token < n; token++) {
         for (head = 0; head < num_heads; head++) {
             const uint8_t *row = rows->base + token * rows->token_stride + head * rows->head_stride;
-            uint32_t found = 0;
-            if (rows->dtype == PC_FORMAT_float32) {
-                if (stride == 4)
-                    for (i = 0; i < head_dim; i++)
-                        found |= (pc_load_u32(row + i * 4) & mask) == mask;
-                else
-                    for (i = 0; i < head_dim; i++)
-                        found |= (pc_load_u32(row + i * stride) & mask) == mask;
-            } else {
-                if (stride == 2)
-                    for (i = 0; i < head_dim; i++)
-                        found |= (pc_load_u16(row + i * 2) & mask) == mask;
-                else
-                    for (i = 0; i < head_dim; i++)
-                        found |= (pc_load_u16(row + i * stride) & mask) == mask;
-            }
-            if (!found)
+            if (pc_row_is_finite(rows->dtype, row, stride, head_dim))
                 continue;
             for (i = 0; i < head_dim; i++) {
                 const uint32_t bits = rows->dtype == PC_FORMAT_float32
