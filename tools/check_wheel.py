@@ -71,6 +71,7 @@ def check_sdist(path: Path) -> list[str]:
     needed |= DATA | python_files() | {f"{name}.pyx" for name in cython_modules()}
     for folder, kinds in (("pagedcache", ["*.pxd"]), ("include", ["*.h"]),
                           ("cuda", ["*.cu", "*.h"]), ("tools", ["*.py", "*.sh"]),
+                          ("examples", ["*.py"]),
                           ("tests", ["*.*"])):  # fmt: skip
         for kind in kinds:
             found = (file.relative_to(ROOT) for file in (ROOT / folder).rglob(kind))
