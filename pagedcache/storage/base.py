@@ -31,7 +31,6 @@ from pagedcache.arguments import as_count, as_integer, as_layer
 from pagedcache.arrays import as_ids, as_slots, row_format
 from pagedcache.errors import (
     DeviceError,
-    FormatError,
     InvalidArgumentError,
     InvalidPositionError,
     ShapeError,
@@ -245,9 +244,9 @@ class Storage(ABC):
     def slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> Any:
         """Return a whole slab without a copy: ``[num_blocks, *shape of block_array]``."""
 
+    @abstractmethod
     def open_slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> Any:
         """Return all open slots without a copy: ``[num_open, *shape of block_array]``."""
-        raise FormatError("storage on the CPU", "another device", "open blocks")
 
     @abstractmethod
     def block_array(

@@ -111,10 +111,7 @@ class CudaBase(Storage):
         return slab.with_owner(slab, readonly=not writable)
 
     def open_slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> DeviceArray:
-        """Return all open slots without a copy: ``[num_open, *open_block_shape]``.
-
-        Raises :class:`InvalidArgumentError` for a spec without open blocks.
-        """
+        """Return all open slots without a copy: ``[num_open, *open_block_shape]``."""
         layer = as_layer(layer, self.spec.num_layers)
         slabs, kind = self._open(), self._kind(kind)
         shape, dtype = shape_of_open_block(self.spec, kind)
