@@ -88,6 +88,16 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
+def noisy(model: Any) -> Any:
+    """Nearly the same model: as an assistant, some of its drafts are accepted, some are not."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weights in model.parameters():
+            noise = torch.randn(weights.shape, generator=generator)
+            weights += noise * 0.02 * weights.std()
+    return model
+
+
 @cache
 def model_of(family: str, attention: str = "sdpa") -> Any:
     """A model shared by the tests of a process; the same weights for every ``attention``."""

@@ -98,10 +98,7 @@ def test_beam_search_with_left_padding(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("hook", [True, False])
 def test_assisted_decoding_with_rejected_tokens(way: str, hook: bool) -> None:
-    model, assistant = kit.model_of("llama", way), kit.make_model("llama", seed=0)
-    with torch.no_grad():  # nearly the same model: some drafts are accepted, some are not
-        for weights in assistant.parameters():
-            weights += torch.randn_like(weights) * 0.02 * weights.std()
+    model, assistant = kit.model_of("llama", way), kit.noisy(kit.make_model("llama"))
     ids = kit.prompt(23)
     options = {"max_new_tokens": 40}
     expected = kit.generate(kit.model_of("llama"), ids, **options)
@@ -192,3 +189,39 @@ def test_half_precision_models(dtype: torch.dtype, way: str) -> None:
             assert (got - expected).abs().max() < bound * expected.abs().max()
             if way == "sdpa":
                 assert torch.equal(got, expected)
+
+
+OPEN = [("q4k", None, 16), ("q4k", None, 32), ("q8_0", "float16", 16), ("q4", "float16", 16)]
+
+
+@pytest.mark.parametrize("way", ["sdpa", "pagedcache"])
+@pytest.mark.parametrize(("kv_format", "open_blocks", "block_size"), OPEN)
+@pytest.mark.parametrize("hook", [True, False])
+def test_open_blocks_in_every_mode(
+    kv_format: str, open_blocks: str | None, block_size: int, hook: bool, way: str
+) -> None:
+    """Beams, rejected drafts, padding and reuse where blocks stay open until they are full."""
+    model = kit.model_of("llama", way)
+    given = {} if open_blocks is None else {"open_blocks": open_blocks}
+    ids, mask = kit.padded([30, 37])
+    seen = model if hook else None
+    assistant = kit.noisy(kit.make_model("llama"))
+    with kit.pool_for(
+        model, kv_format=kv_format, block_size=block_size, **given
+    ) as pool:
+        for options in ({}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}):
+            with kit.paged(pool, ids, mask, model=seen) as past:
+                kit.generate(model, ids, past, attention_mask=mask, max_new_tokens=30, **options)
+                kit.whole(pool)
+            kit.whole(pool, empty=True)
+        prompt = kit.prompt(37, seed=9)
+        with kit.paged(pool, prompt, model=seen) as past:
+            answer = kit.generate(
+                model, prompt, past, assistant_model=assistant, max_new_tokens=40
+            )
+            kit.whole(pool)
+        with kit.paged(pool, answer, model=seen) as past:
+            # 76 tokens were fed; what the pool was not told the names of is not found
+            whole = 76 // block_size * block_size
+            assert past.num_cached_tokens == (whole if hook else 32)
+        assert pool.stats().blocks_sealed > 0

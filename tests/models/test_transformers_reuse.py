@@ -130,6 +130,32 @@ def test_beam_search_reuses_and_is_reused(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_assisted_decoding_reuses(way: str) -> None:
+    """transformers 5.4 … 5.24 feeds the whole text to a cache that holds some of it."""
+    model = kit.model_of("llama", way)
+    assistant = kit.noisy(kit.make_model("llama"))
+    ids = kit.prompt(37)
+    options = {"assistant_model": assistant, "max_new_tokens": 12}
+    with kit.pool_for(model) as pool:
+        for turn in range(2):
+            with kit.paged(pool, ids, model=model) as past:
+                assert past.num_cached_tokens == 36 * turn
+                answer = kit.generate(model, ids, past, **options)
+                assert answer.tolist() == expected(ids, max_new_tokens=12)
+                more = torch.cat([answer, kit.prompt(6, seed=turn)], dim=1)
+                assert kit.generate(model, more, past, **options).tolist() == expected(
+                    more, max_new_tokens=12
+                )
+        with kit.paged(pool, ids) as past:  # without the model nobody can put it right
+            if kit.VERSION < (5, 4):
+                answer = kit.generate(model, ids, past, **options)
+                assert answer.tolist() == expected(ids, max_new_tokens=12)
+            else:
+                with pytest.raises(pc.InvalidArgumentError, match="model="):
+                    kit.generate(model, ids, past, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_generated_tokens_are_reusable_once_recorded(way: str) -> None:
     model = kit.model_of("llama", way)
     ids = kit.prompt(30)
@@ -329,3 +355,85 @@ def test_embeddings_get_no_names() -> None:
             got = kit.forward(model, None, past, inputs_embeds=embeddings)
             assert torch.equal(got, kit.forward(model, ids, None))
         assert pool.num_cached_blocks == 0
+
+
+# ---- content behind tokens ------------------------------------------------------------------
+
+
+def test_extra_keys_name_what_stands_behind_tokens() -> None:
+    """The same placeholder tokens for another image are another prompt."""
+    model = kit.model_of("llama")
+    ids = kit.prompt(49, rows=2)
+    found = []
+    with kit.pool_for(model) as pool:
+        for keys in (
+            [[(20, 30, b"cat")], []],
+            [[(20, 30, b"cat")], []],
+            [[(20, 30, b"dog")], []],
+            None,
+        ):
+            with kit.paged(pool, ids, model=model, extra_keys=keys) as past:
+                found.append(past.num_cached_tokens)
+                kit.generate(model, ids, past, max_new_tokens=2)
+        for bad in ([[(20, 30, b"cat")]], "ab", [[(20, 30)], []]):
+            with pytest.raises(pc.InvalidArgumentError):
+                kit.paged(pool, ids, extra_keys=bad)
+    assert found == [0, 48, 16, 16]  # the block before the image is shared
+
+
+def test_content_without_a_name_is_refused() -> None:
+    model = kit.make_model("llama")
+    ids = kit.prompt(20)
+    inner = model.forward
+    model.forward = lambda *args, pixel_values=None, **options: inner(*args, **options)
+    with kit.pool_for(model) as pool:
+        with kit.paged(pool, ids, model=model) as past:
+            with pytest.raises(pc.InvalidArgumentError, match="extra_keys"):
+                kit.forward(model, ids, past, pixel_values=torch.zeros(1))
+        with kit.paged(pool, model=model) as past:  # without a prompt nothing is named
+            kit.forward(model, ids, past, pixel_values=torch.zeros(1))
+        assert pool.num_cached_blocks == 0
+        with kit.paged(pool, ids, model=model, extra_keys=[[(3, 5, b"cat")]]) as past:
+            kit.forward(model, ids, past, pixel_values=torch.zeros(1))
+        assert pool.num_cached_blocks == 1
+
+
+def test_two_threads_at_once() -> None:
+    """Each runs its own model on its own cache, over one pool."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    models = [kit.make_model("llama") for _ in range(2)]
+    for model in models:
+        model.set_attn_implementation("pagedcache")
+    system = kit.prompt(32)
+    texts = [torch.cat([system, kit.prompt(6, seed=n)], dim=1) for n in range(2)]
+
+    def talk(number: int) -> list[list[int]]:
+        answers = []
+        for _ in range(3):
+            with kit.paged(pool, texts[number], model=models[number]) as past:
+                answers += kit.generate(
+                    models[number], texts[number], past, max_new_tokens=8
+                ).tolist()
+        return answers
+
+    with kit.pool_for(models[0]) as pool, ThreadPoolExecutor(2) as threads:
+        for number, answers in enumerate(threads.map(talk, range(2))):
+            assert answers == expected(texts[number], max_new_tokens=8) * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_modes_of_torch(way: str) -> None:
+    """Inference mode, and a pass that records gradients: none flows through the cache."""
+    model = kit.model_of("llama", way)
+    ids = kit.prompt(20)
+    want = kit.forward(kit.model_of("llama"), ids, None)
+    name = "cache" if kit.VERSION >= (5, 24) else "past_key_values"
+    with kit.pool_for(model) as pool:
+        with kit.paged(pool, ids, model=model) as past, torch.inference_mode():
+            got = model(ids, use_cache=True, **{name: past}).logits
+            assert (got - want).abs().max() < 1e-4
+        with kit.paged(pool, model=model) as past:
+            got = model(ids, use_cache=True, **{name: past}).logits
+            assert got.requires_grad
+            assert (got - want).abs().max() < 1e-4

@@ -13,7 +13,7 @@ from pagedcache.errors import CopyRefusedError, FreedHandleError, InvalidArgumen
 from pagedcache.integrations.transformers.geometry import check_model
 from pagedcache.integrations.transformers.hooks import watch
 from pagedcache.integrations.transformers.layers import PagedLayer
-from pagedcache.integrations.transformers.prompts import Prompt, as_ids, as_mask
+from pagedcache.integrations.transformers.prompts import Prompt, as_extras, as_ids, as_mask
 from pagedcache.integrations.transformers.rows import Rows
 from pagedcache.integrations.transformers.streams import stream_of
 from pagedcache.sequence import Sequence
@@ -41,7 +41,8 @@ class PagedCache(Cache):
     are never found by others. With ``model``, layers and tokens are checked as well.
 
     ``salt`` and ``adapter`` isolate: give other weights, other position ids, or another tenant one
-    of their own. No gradient flows through the cache.
+    of their own. ``extra_keys``: for each row a list of ``(start, stop, bytes)`` that names the
+    content behind tokens (images). No gradient flows through the cache.
 
     A context manager; ``close`` or the collection of the object gives the blocks back (those that
     are cached stay matchable). ``copy.deepcopy`` forks it: no byte is copied.
@@ -59,6 +60,7 @@ class PagedCache(Cache):
         model: Any = None,
         salt: bytes | str | None = b"",
         adapter: bytes | str | None = None,
+        extra_keys: Any = None,
     ) -> None:
         if not isinstance(pool, PagedKVCache):
             kind = type(pool).__name__
@@ -67,11 +69,12 @@ class PagedCache(Cache):
         if model is not None:
             check_model(model, pool.spec)
         ids = None if input_ids is None else as_ids(input_ids)
-        if ids is None and attention_mask is not None:
-            raise InvalidArgumentError("an attention_mask belongs to input_ids: give both")
+        if ids is None and (attention_mask is not None or extra_keys is not None):
+            raise InvalidArgumentError("attention_mask and extra_keys belong to input_ids")
         mask = None if ids is None else as_mask(attention_mask, ids.shape)
         hold = model is None and getattr(pool.spec, "open_blocks", None) is None
-        prompt = Prompt(ids, mask, salt, adapter)
+        extras = as_extras(extra_keys, 0 if ids is None else len(ids))
+        prompt = Prompt(ids, mask, salt, adapter, extras)
         self._start(Rows(pool, prompt, hold=hold, stream=stream_of(pool)), model)
 
     def _start(self, rows: Rows, model: Any) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from pagedcache.errors import InvalidArgumentError, ShapeError
+from pagedcache.errors import InvalidArgumentError, ShapeError, shown
+from pagedcache.hashing import validate_extra_keys
 from pagedcache.sequence import Sequence
 
 Array = np.ndarray[Any, Any]
@@ -24,7 +25,8 @@ class Prompt:
     """Who the rows of a batch are: their tokens, their masked positions, salt and adapter.
 
     ``tokens``: uint32 ``[rows, length]`` or None; ``mask``: bool of the same shape, None where
-    nothing is masked. ``reused`` tokens of every row were found in the pool by ``open``.
+    nothing is masked; ``extras``: for each row the extra keys of ``pool.open``. ``reused`` tokens
+    of every row were found in the pool by ``open``.
     """
 
     def __init__(
@@ -33,8 +35,9 @@ class Prompt:
         mask: Array | None = None,
         salt: bytes | str | None = b"",
         adapter: bytes | str | None = None,
+        extras: list[Any] | None = None,
     ) -> None:
-        self.tokens, self.salt, self.adapter = tokens, salt, adapter
+        self.tokens, self.salt, self.adapter, self.extras = tokens, salt, adapter, extras
         self.mask = None if mask is None or mask.all() else mask
         self.rows: int = 0 if tokens is None else tokens.shape[0]
         self.length: int = 0 if tokens is None else tokens.shape[1]
@@ -54,7 +57,9 @@ class Prompt:
         try:
             for row in range(self.rows):
                 tokens = () if self.tokens is None else self.tokens[row]
-                extras = () if self.mask is None else masked_ranges(self.mask[row])
+                extras = [] if self.mask is None else masked_ranges(self.mask[row])
+                if self.extras is not None:
+                    extras.extend(self.extras[row])
                 seqs.append(self._open_one(pool, tokens, extras, stream))
             if self.tokens is not None:
                 self._level(pool, self.tokens, seqs, stream)
@@ -128,7 +133,7 @@ class Prompt:
         chosen = Prompt(None, None, self.salt, self.adapter)
         chosen.mask = None if self.mask is None else self.mask[list(sources)]
         chosen.rows, chosen.length, chosen.reused = len(sources), self.length, self.reused
-        chosen.named = self.named
+        chosen.named, chosen.extras = self.named, self.extras
         chosen._covered, chosen.checked = self._covered, self.checked
         return chosen
 
@@ -187,6 +192,18 @@ def as_mask(attention_mask: Any, shape: tuple[int, ...]) -> Array | None:
             "attention_mask",
         )
     return mask != 0
+
+
+def as_extras(extra_keys: Any, rows: int) -> list[Any] | None:
+    """Extra keys as one list per row; ``InvalidArgumentError`` for another number of them."""
+    if extra_keys is None:
+        return None
+    if not isinstance(extra_keys, (list, tuple)) or len(extra_keys) != rows:
+        raise InvalidArgumentError(
+            f"extra_keys: expected a list of (start, stop, bytes) for each of {rows} rows, got "
+            f"{shown(extra_keys)}"
+        )
+    return [list(validate_extra_keys(keys)) for keys in extra_keys]
 
 
 def _on_host(x: Any) -> Any:

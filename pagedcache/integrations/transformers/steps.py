@@ -141,6 +141,8 @@ class Steps:
             tokens = None  # a model that feeds its layers other positions than it was given
         if tokens is not None:
             self.names.compare(self.seqs, tokens, self.length, "the model is fed")
+        elif self.length == self.num_cached_tokens and 0 < self.prompt.length <= count:
+            self._refuse_again(count)
         slots = self.pool.prepare(self.seqs, [self.held + count] * batch, stream=self.stream())
         if self.held:
             each = slots.slots.reshape(batch, self.held + count)
@@ -148,6 +150,15 @@ class Steps:
         self.epoch += 1
         self.step = Step(self.length, count, slots, tokens, self.pool.spec.num_layers)
         return self.step
+
+    def _refuse_again(self, count: int) -> None:
+        """Refuse a first pass over as many tokens as the whole prompt, where a part is cached."""
+        if self.length:
+            raise InvalidArgumentError(
+                f"the model is fed {count} tokens, though {self.length} of the {self.prompt.length}"
+                " of its prompt are cached: assisted decoding of transformers 5.4 … 5.24 does not "
+                "look at what a cache holds; give PagedCache the model="
+            )
 
     def store(self, step: Step, layer: int, k: Any, v: Any) -> None:
         """Write one layer's K and V, ``[rows * count, num_kv_heads, head_dim]`` each, row by row.

@@ -23,5 +23,7 @@ def _none() -> None:
     return None
 
 
-def _current(device: str) -> int:
+def _current(device: str) -> int | None:
+    if not torch.cuda.is_available():
+        return None  # torch works on the CPU only: the pool's default stream
     return int(torch.cuda.current_stream(torch.device(device)).cuda_stream)
