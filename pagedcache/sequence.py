@@ -220,7 +220,8 @@ class Sequence(SequenceReading, SequencePointers):
         """Give every block back, the tail first; idempotent.
 
         Cached blocks stay matchable until their storage is needed. Views keep their blocks. Full
-        blocks that are still open are quantised first, so that they are cached too.
+        blocks that are still open are quantised first, so that they are cached too; not so where a
+        handle is dropped without this call, or a view or a fork still holds them.
         ``stream``: where kernels of your own may still use the blocks; who gets them next comes
         after those kernels, on the device.
         """

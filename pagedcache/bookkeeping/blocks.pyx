@@ -218,6 +218,7 @@ cdef void unpin_block(pool_t *p, int32_t b) noexcept nogil:
     p.pins[b] -= 1
     if p.pins[b] == 0:
         p.num_pinned -= 1
+        p.flags[b] &= ~FLAG_MUST_COPY
         if p.refs[b] == 0:
             retire(p, b)
 

@@ -12,8 +12,8 @@ from pagedcache.bookkeeping.blocks cimport unpin_block
 from pagedcache.bookkeeping.types cimport *
 
 cdef enum:
-    FLAG_SRC = 16            # marks while a batch is chosen
-    FLAG_DST = 32
+    FLAG_SRC = 64            # marks while a batch is chosen
+    FLAG_DST = 128
 
 
 cdef bint copies_reserve(pool_t *p, int64_t more) noexcept nogil:

@@ -12,7 +12,7 @@ import numpy as np
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
 from pagedcache.bookkeeping.block_pool cimport BlockPool
-from pagedcache.bookkeeping.blocks cimport pin_block, pin_next, unpin_block
+from pagedcache.bookkeeping.blocks cimport pin_next, unpin_block
 from pagedcache.bookkeeping.gate cimport drop, enter, fork_generation, leave
 from pagedcache.bookkeeping.sequences cimport (
     num_tokens, num_written, written_end,
@@ -357,7 +357,8 @@ cdef class SlotMapping:
     """Slots of a prepared write range: int64, one per token, used for every layer.
 
     ``slots`` is read-only; ``numpy.asarray(mapping)`` gives it too; ``place_slots`` are the same
-    with places for block ids (see Pin). ``epoch`` is the layout epoch it was made in. store() refuses it once its blocks were moved, freed, shared or cached.
+    with places for block ids (see Pin). ``epoch`` is the layout epoch it was made in. store()
+    refuses it once its blocks were moved, freed, shared, cached, opened or sealed.
     """
 
     def __init__(self):

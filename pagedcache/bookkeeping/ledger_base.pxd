@@ -18,4 +18,5 @@ cdef class LedgerBase:
     cdef object __weakref__
     cdef pool_t *_of(self, SeqState seq) except NULL
     cdef int _move_seals(self, const int32_t *blocks, int64_t n) except -1
+    cdef int64_t _seal_early(self, int64_t wanted) except -1
     cdef int _move_bytes(self, object call, tuple arguments) except -1

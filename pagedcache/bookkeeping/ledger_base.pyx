@@ -5,19 +5,21 @@ The operations come in layers above: ``ledger_open``, ``ledger_write``, ``ledger
 """
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t
 
-from pagedcache.bookkeeping.alloc cimport pc_calloc
+from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
 from pagedcache.bookkeeping.block_pool cimport BlockPool
 from pagedcache.bookkeeping.blocks cimport forget_all
 from pagedcache.bookkeeping.gate cimport leave, open_gate, shut_gate
 from pagedcache.bookkeeping.handles cimport SeqState, enter_fast, int32_array
 from pagedcache.bookkeeping.inspect cimport fragmentation_t, measure
-from pagedcache.bookkeeping.opening cimport apply_seals, cancel_seals, opening_init
+from pagedcache.bookkeeping.opening cimport (
+    apply_seals, cancel_seals, opening_init, plan_early_seals,
+)
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
 
 import numpy as np
 
-from pagedcache.errors import StorageMemoryError
+from pagedcache.errors import InvalidArgumentError, StorageMemoryError
 
 
 cdef const uint32_t *token_pointer(object tokens, int64_t *n) except? NULL:
@@ -50,6 +52,9 @@ cdef class LedgerBase:
         self.pool.p.queued = bool(queued)
         cdef int32_t slots = <int32_t> int_argument(num_open, "num_open", 0,
                                                     2**31 - 1 - self.pool.p.num_blocks)
+        if slots > 0 and self.pool.p.deferred:
+            raise InvalidArgumentError("num_open: an engine that copies blocks cannot seal them; "
+                                       "give deferred_copies or num_open, not both")
         if slots > 0 and not opening_init(self.pool.p, slots):
             raise StorageMemoryError(4 * self.pool.p.num_blocks + 8 * slots, "open slots")
         self.mover = mover
@@ -97,6 +102,19 @@ cdef class LedgerBase:
             raise
         apply_seals(p, blocks, n)
         return 0
+
+    cdef int64_t _seal_early(self, int64_t wanted) except -1:
+        """Seal ``wanted`` full and committed blocks, or none where there are fewer -> how many."""
+        cdef int64_t found
+        cdef int32_t *blocks = <int32_t *> pc_calloc(wanted, sizeof(int32_t))
+        if blocks == NULL:
+            raise StorageMemoryError(wanted * 4, "a list of blocks to seal")
+        try:
+            found = plan_early_seals(self.pool.p, wanted, blocks)
+            self._move_seals(blocks, found)
+        finally:
+            pc_release(blocks)
+        return found
 
     def reset_prefix_cache(self):
         """Forget all cached identities; blocks in use stay valid for their holders."""

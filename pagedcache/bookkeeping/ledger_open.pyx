@@ -72,6 +72,10 @@ cdef class LedgerOpen(LedgerBase):
             try:
                 with nogil:
                     r = plan_open(p, s.tokens, n, s.identity, upto, scratch, &m)
+                if (r.code == OK and m.source != NONE and p.num_open > 0
+                        and p.open_used == p.num_open):
+                    self._seal_early(1)          # plan_open() has seen that there is one
+                with nogil:
                     if (r.code == OK and m.source != NONE and p.deferred
                             and not copies_reserve(p, 1)):
                         r = answer(E_MEMORY, sizeof(copy_t))

@@ -3,9 +3,9 @@
 from libc.stdint cimport int32_t, int64_t
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
+from pagedcache.bookkeeping.committing cimport apply_commit, index_blocks
 from pagedcache.bookkeeping.ledger_write cimport LedgerWrite
 from pagedcache.bookkeeping.opening cimport plan_last_seals, plan_seals
-from pagedcache.bookkeeping.sequences cimport apply_commit, index_blocks
 from pagedcache.bookkeeping.steps cimport may_commit_many
 from pagedcache.bookkeeping.types cimport *
 
@@ -50,16 +50,15 @@ cdef class LedgerSeal(LedgerWrite):
         """Seal and cache a sequence's last full blocks before it goes, if that can be done."""
         cdef pool_t *p = self.pool.p
         cdef int32_t *blocks
-        if p.open_used == 0:
+        if p.num_open == 0:
             return 0
         blocks = <int32_t *> pc_calloc(p.open_used, sizeof(int32_t))
-        if blocks == NULL:
-            return 0
-        try:
-            self._move_seals(blocks, plan_last_seals(p, s, blocks))
-        except (PagedCacheError, MemoryError):
-            return 0                  # then they are not cached
-        finally:
-            pc_release(blocks)
-        index_blocks(p, s)
+        if blocks != NULL:
+            try:
+                self._move_seals(blocks, plan_last_seals(p, s, blocks))
+            except (PagedCacheError, MemoryError):
+                pass                  # then those are not cached
+            finally:
+                pc_release(blocks)
+        index_blocks(p, s)            # what was sealed before its time, too
         return 0

@@ -12,7 +12,6 @@ from pagedcache.bookkeeping.gate cimport leave
 from pagedcache.bookkeeping.handles cimport Pin, SeqState, SlotMapping, enter_fast, new_pin
 from pagedcache.bookkeeping.ledger_base cimport HUGE
 from pagedcache.bookkeeping.ledger_open cimport LedgerOpen
-from pagedcache.bookkeeping.opening cimport plan_early_seals
 from pagedcache.bookkeeping.sequences cimport written_end
 from pagedcache.bookkeeping.slots cimport check_slots
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
@@ -24,6 +23,20 @@ from pagedcache.bookkeeping.writing cimport (
 from pagedcache.errors import InvalidArgumentError, StorageMemoryError
 
 
+cdef void spare(pool_t *p, plan_t *plan, bint spared) noexcept nogil:
+    """Keep the blocks of a plan's write ranges from being sealed meanwhile."""
+    cdef int64_t i, j, blocks
+    cdef write_t *w
+    for i in range(plan.num_writes):
+        w = &plan.writes[i]
+        blocks = min(blocks_for(w.start + w.count, p.block_size), w.seq.num_blocks)
+        for j in range(w.start // p.block_size, blocks):
+            if spared:
+                p.flags[w.seq.table[j]] |= FLAG_SEALING
+            else:
+                p.flags[w.seq.table[j]] &= ~FLAG_SEALING
+
+
 cdef class LedgerWrite(LedgerOpen):
     """The ledger's operations that make slots writable; see ``Ledger``."""
 
@@ -32,31 +45,14 @@ cdef class LedgerWrite(LedgerOpen):
         are not written now are sealed before their time. Entered and left with the lock held."""
         cdef pool_t *p = self.pool.p
         cdef result_t r = plan_writes(p, plan)
-        cdef int64_t i, j, found
-        cdef write_t *w
-        cdef int32_t *blocks
         if r.code != E_OPEN or r.a > r.c:
             return r
-        blocks = <int32_t *> pc_calloc(r.a, sizeof(int32_t))
-        if blocks == NULL:
-            return answer(E_MEMORY, r.a * 4)
+        spare(p, plan, True)
         try:
-            for i in range(plan.num_writes):
-                w = &plan.writes[i]
-                for j in range(w.start // p.block_size,
-                               min(blocks_for(w.start + w.count, p.block_size), w.seq.num_blocks)):
-                    p.flags[w.seq.table[j]] |= FLAG_SEALING
-            found = plan_early_seals(p, r.a - r.b, blocks)
-            for i in range(plan.num_writes):
-                w = &plan.writes[i]
-                for j in range(w.start // p.block_size,
-                               min(blocks_for(w.start + w.count, p.block_size), w.seq.num_blocks)):
-                    p.flags[w.seq.table[j]] &= ~FLAG_SEALING
-            if found > 0:
-                self._move_seals(blocks, found)
+            if self._seal_early(r.a - r.b) > 0:
                 r = plan_writes(p, plan)
         finally:
-            pc_release(blocks)
+            spare(p, plan, False)
         return r
 
     cdef int _execute(self, plan_t *plan) except -1:
@@ -257,6 +253,8 @@ cdef class LedgerWrite(LedgerOpen):
                                 pin_next(p, pin.pin, w.seq.table[j // B])
                             slots[j - w.start] = (<int64_t> place(p, w.seq.table[j // B]) * B
                                                   + j % B)
+                        else:         # nothing is pinned until it is written: not sealed early
+                            p.flags[w.seq.table[j // B]] &= ~FLAG_FULL
             finally:
                 leave(p)
         finally:
@@ -397,6 +395,7 @@ cdef class LedgerWrite(LedgerOpen):
         if r.code == OK:
             for i in range(mapping.count):
                 pin_next(p, pin.pin, mapping.blocks[i])
+                note_rewrite(p, mapping.blocks[i])
         leave(p)
         if r.code != OK:
             raise_result(r)

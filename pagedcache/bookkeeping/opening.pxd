@@ -7,6 +7,7 @@ cdef void open_block(pool_t *p, int32_t block) noexcept nogil
 cdef void close_block(pool_t *p, int32_t block) noexcept nogil
 cdef int64_t plan_seals(pool_t *p, seq_t *s, int64_t end, int32_t *blocks) noexcept nogil
 cdef int64_t plan_last_seals(pool_t *p, seq_t *s, int32_t *blocks) noexcept nogil
+cdef bint can_seal_early(pool_t *p) noexcept nogil
 cdef int64_t plan_early_seals(pool_t *p, int64_t wanted, int32_t *blocks) noexcept nogil
 cdef void cancel_seals(pool_t *p, const int32_t *blocks, int64_t n) noexcept nogil
 cdef void apply_seals(pool_t *p, const int32_t *blocks, int64_t n) noexcept nogil

@@ -5,8 +5,9 @@ Some formats can store a block only once it is full. Where the pool has open slo
 written in part gets one (writing.pyx); it is *sealed* - its bytes brought to where the block's id
 says - once it is full, committed and one block behind the end, so that rejected drafts do not seal
 and reopen it. Where no slot is left, full and committed blocks are sealed before that time, so that
-a sequence needs one slot for its last block and no more. A block is *reopened* when tokens of a sealed one are rewritten. Only sealed blocks
-are cached. A pinned block is not sealed: its reader has its place.
+a sequence needs one slot for its last block and no more. A block is *reopened* when tokens of a
+sealed one are rewritten. Only sealed blocks are cached, and none that was written to after it was
+full and committed. A pinned block is not sealed: its reader has its place.
 
 All functions run with the pool's lock held.
 """
@@ -59,7 +60,6 @@ cdef void close_block(pool_t *p, int32_t block) noexcept nogil:
     a device that still reads one is then most likely done."""
     cdef int32_t slot = p.open_of[block]
     p.open_of[block] = NONE
-    p.flags[block] &= ~FLAG_FULL
     p.open_owner[slot] = NONE
     p.open_next[slot] = NONE
     if p.open_last == NONE:
@@ -105,6 +105,16 @@ cdef int64_t plan_last_seals(pool_t *p, seq_t *s, int32_t *blocks) noexcept nogi
         blocks[n] = b
         n += 1
     return n
+
+
+cdef bint can_seal_early(pool_t *p) noexcept nogil:
+    """Whether plan_early_seals() would find a block."""
+    cdef int32_t slot, b
+    for slot in range(p.num_open):
+        b = p.open_owner[slot]
+        if b != NONE and p.flags[b] & FLAG_FULL and p.pins[b] == 0:
+            return True
+    return False
 
 
 cdef int64_t plan_early_seals(pool_t *p, int64_t wanted, int32_t *blocks) noexcept nogil:

@@ -21,6 +21,3 @@ cdef result_t append_tokens(pool_t *p, seq_t *s, const uint32_t *tokens,
                             int64_t n) noexcept nogil
 cdef bint tokens_fit(seq_t *s, int64_t n) noexcept nogil
 cdef void name_tokens(seq_t *s, const uint32_t *tokens, int64_t n) noexcept nogil
-cdef result_t may_commit(pool_t *p, seq_t *s, int64_t n) noexcept nogil
-cdef void index_blocks(pool_t *p, seq_t *s) noexcept nogil
-cdef void apply_commit(pool_t *p, seq_t *s, int64_t n) noexcept nogil

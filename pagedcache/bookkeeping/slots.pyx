@@ -86,6 +86,7 @@ cdef result_t check_slots(pool_t *p, int64_t *slots, int64_t n, pin_t *pin) noex
         b = <int32_t> (slots[i] // p.block_size)
         if b != last:
             pin_next(p, pin, b)
+            note_rewrite(p, b)
             last = b
         if p.num_open > 0:
             slots[i] += (<int64_t> place(p, b) - b) * p.block_size

@@ -30,7 +30,7 @@ _POSITION = (
 )
 _STALE = (
     "blocks were moved by a defragmentation",
-    "a block of it was freed, shared or cached since",
+    "a block of it was freed, shared, cached, opened or sealed since",
 )
 _SLOT = (
     "out of range",

@@ -6,7 +6,8 @@ Run with the pool's lock held, on sequences that are live and named once.
 from libc.stdint cimport int64_t, uint32_t
 from libc.string cimport memcmp
 
-from pagedcache.bookkeeping.sequences cimport may_commit, name_tokens, tokens_fit
+from pagedcache.bookkeeping.committing cimport may_commit
+from pagedcache.bookkeeping.sequences cimport name_tokens, tokens_fit
 from pagedcache.bookkeeping.types cimport *
 
 

@@ -29,7 +29,8 @@ cdef enum:
     FLAG_PENDING = 2         # an end of a block copy the engine has not finished
     FLAG_LATE = 4            # in use when a child of its prefix became idle
     FLAG_SEALING = 8         # named in the plan of a seal that is being carried out
-    FLAG_FULL = 16           # open, full and committed: may be sealed before its time
+    FLAG_FULL = 16           # full and committed: where it is open, may be sealed before its time
+    FLAG_REWRITTEN = 32      # written to when it was full and committed: never cached any more
 
 cdef enum:                   # what an operation answers; status.pyx turns it into an exception
     OK = 0
@@ -227,6 +228,12 @@ cdef inline bint is_open(pool_t *p, int32_t block) noexcept nogil:
 cdef inline int32_t place(pool_t *p, int32_t block) noexcept nogil:
     """Where a block's bytes are: its id, or num_blocks + its open slot."""
     return p.num_blocks + p.open_of[block] if is_open(p, block) else block
+
+
+cdef inline void note_rewrite(pool_t *p, int32_t block) noexcept nogil:
+    """Somebody is about to write to slots of it: what was committed there may change."""
+    if p.flags[block] & FLAG_FULL:
+        p.flags[block] |= FLAG_REWRITTEN
 
 
 cdef inline int64_t high_water(pool_t *p, seq_t *s) noexcept nogil:

@@ -3,7 +3,8 @@
 the sequence's own (copy-on-write). One plan serves a single append and a whole batch step.
 
 Where the pool has open slots, a block that the range fills whole, from its first token to its last,
-is written sealed; one that it fills in part, or that holds other bytes that matter, gets a slot.
+is written sealed, unless it is open or is a copy of an open one, which other layers may have filled
+in part; one that the range fills in part gets a slot.
 
 plan_writes() checks everything and changes nothing that stays; take_privates() takes the new
 blocks so that bytes can be copied; apply_writes() cannot fail, cancel_privates() undoes.
@@ -19,6 +20,12 @@ from pagedcache.bookkeeping.types cimport *
 cdef bint must_replace(pool_t *p, int32_t b, write_t *w) noexcept nogil:
     return (p.refs[b] > 1 or p.node[b] != NONE or viewed(p, b)
             or (p.pins[b] > 0 and w.start < w.settled))
+
+
+cdef int32_t left_behind(pool_t *p, int32_t b) noexcept nogil:
+    """1 where the last holder of a batch can keep the block that all others leave, so that plans
+    count the holders down; 0 where a view may show what one of those wrote."""
+    return p.pins[b] == 0
 
 
 cdef result_t plan_one(pool_t *p, plan_t *plan, write_t *w) noexcept nogil:
@@ -49,14 +56,15 @@ cdef result_t plan_one(pool_t *p, plan_t *plan, write_t *w) noexcept nogil:
         own.new = NONE
         own.from_place = place(p, b)
         own.copy = j * p.block_size < held
-        own.open = p.num_open > 0 and (own.copy or not whole)
+        own.open = p.num_open > 0 and not (
+            whole and (own.from_place < p.num_blocks or not own.copy))
         own.replaced = replaced
         plan.num_privates += 1
         plan.num_copies += own.copy
         plan.opens += own.open
         if replaced:
             plan.fresh += 1
-            p.refs[b] -= 1            # so that the last holder of the batch keeps the block
+            p.refs[b] -= left_behind(p, b)
     plan.fresh += max(<int64_t> 0, blocks - s.num_blocks)
     plan.opens += p.num_open > 0 and blocks > s.num_blocks and end % p.block_size != 0
     if plan.fresh > num_free(p):
@@ -79,7 +87,7 @@ cdef result_t plan_writes(pool_t *p, plan_t *plan) noexcept nogil:
             break
     for i in range(plan.num_privates):
         if plan.privates[i].replaced:
-            p.refs[plan.privates[i].old] += 1
+            p.refs[plan.privates[i].old] += left_behind(p, plan.privates[i].old)
     if r.code != OK:
         return r
     if plan.fresh > num_free(p):
@@ -141,4 +149,17 @@ cdef void apply_writes(pool_t *p, plan_t *plan) noexcept nogil:
                 open_block(p, w.seq.table[w.seq.num_blocks - 1])
         if w.start <= max(w.seq.vouched, w.seq.computed):
             w.seq.vouched = max(w.seq.vouched, w.start + w.count)
+        if p.num_open > 0:
+            mark_written(p, w)
     p.epoch += 1
+
+
+cdef void mark_written(pool_t *p, write_t *w) noexcept nogil:
+    """A block that is full and committed is not going to be cached after this write; another one
+    must stay open until it is, whatever a former holder had committed."""
+    cdef int64_t j
+    for j in range(w.start // p.block_size, blocks_for(w.start + w.count, p.block_size)):
+        if (j + 1) * p.block_size <= w.seq.computed:
+            p.flags[w.seq.table[j]] |= FLAG_REWRITTEN
+        else:
+            p.flags[w.seq.table[j]] &= ~FLAG_FULL
