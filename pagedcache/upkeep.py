@@ -145,7 +145,11 @@ class Upkeep:
         """
         self._ledger.check()
         storage = self._storage
-        if storage is not NO_STORAGE and storage.num_blocks != self.num_blocks:
-            raise CorruptionError(
-                f"storage has {storage.num_blocks} blocks, the cache {self.num_blocks}"
-            )
+        if storage is NO_STORAGE:
+            return
+        for what, has, wants in (
+            ("blocks", storage.num_blocks, self.num_blocks),
+            ("open slots", storage.num_open, self.num_open_blocks),
+        ):
+            if has != wants:
+                raise CorruptionError(f"storage has {has} {what}, the cache {wants}")

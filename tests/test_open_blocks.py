@@ -384,3 +384,37 @@ def test_no_open_slot_left() -> None:
     first.free()
     second.append(0, rows(1), rows(1))
     whole(cache)
+
+
+@pytest.mark.parametrize("name", ["float16", "q4k"])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_nothing_is_gathered_over_the_memory_that_is_read(name: str, layout: str) -> None:
+    # SPEC 7: the arrays of slabs() and open_slabs() are writable, and yet no place for results
+    spec = pc.CacheSpec(1, 4, 4, 4, name, layout=layout)
+    cache = pc.PagedKVCache(spec, 8, device=placement(1))
+    seq = cache.open()
+    x = rows(6) * np.ones((1, 4, 1), "f")
+    seq.append(0, x, x)
+    seq.commit(6)
+    before = host(seq.gather(0, dtype=np.float16)[0])
+    pairs = [cache.open_slabs(0)] if spec.has_open_blocks else [cache.slabs(0)]
+    for k, v in pairs:
+        for out in ((k[7], np.zeros((4, 4, 4), np.float16)), (k[7], v[7])):
+            with pytest.raises(pc.ShapeError):
+                seq.gather(0, 0, 4, np.float16, out=out)
+    np.testing.assert_array_equal(host(seq.gather(0, dtype=np.float16)[0]), before)
+    out = (np.zeros((4, 4, 4), np.float16), np.zeros((4, 4, 4), np.float16))
+    seq.gather(0, 0, 4, out=out)
+    np.testing.assert_array_equal(out[0], before[:4])
+
+
+def test_check_compares_the_numbers_of_open_slots() -> None:
+    # SPEC F20
+    cache = make()
+    cache.check()
+    storage = cache._storage
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "num_open", 3)
+        with pytest.raises(pc.CorruptionError, match="storage has 3 open slots, the cache 8"):
+            cache.check()
+    cache.check()

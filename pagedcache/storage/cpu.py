@@ -48,6 +48,7 @@ class CpuStorage(Storage):
     ) -> None:
         super().__init__(spec, num_blocks, num_open)
         self.adopted = slabs is not None
+        self._shown = self.adopted  # whether others may have a writable array over the slabs
         arrays = (
             slab_memory.adopt(spec, self.num_blocks, slabs)
             if self.adopted
@@ -147,9 +148,10 @@ class CpuStorage(Storage):
         outs = [host_out(out_k, "out_k", shape, fmt), host_out(out_v, "out_v", shape, fmt)]
         if overlap(*outs):
             raise ShapeError("out_k and out_v that share no memory", "overlapping arrays", "out")
-        if self.adopted:  # nobody has a writable array over slabs made here
+        if self._shown:
+            both = [arrays for arrays in (self._arrays, self._open_arrays) if arrays]
             for given, name in ((out_k, "out_k"), (out_v, "out_v")):
-                if given is not None and slab_memory.covers(self._arrays or {}, given):
+                if given is not None and any(slab_memory.covers(own, given) for own in both):
                     raise ShapeError("memory apart from the slabs", "an array over them", name)
         for kind, out in zip(KINDS, outs, strict=True):
             slabs[kind].load(layer, ids, first, _bits(out), fmt.code)
@@ -203,6 +205,7 @@ class CpuStorage(Storage):
             raise FreedHandleError("this storage")
         slab = lent(arrays[self._kind(kind)][layer].view())
         slab.flags.writeable = writable
+        self._shown |= writable
         return slab
 
     def open_slab_array(self, layer: int, kind: Kind, *, writable: bool = False) -> Array:
@@ -215,6 +218,7 @@ class CpuStorage(Storage):
             return np.empty((0, *shape), dtype)
         slab = lent(self._open_arrays[kind][layer].view())
         slab.flags.writeable = writable
+        self._shown |= writable
         return slab
 
     # ---- copies --------------------------------------------------------------------------
