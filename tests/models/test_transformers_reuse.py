@@ -284,6 +284,21 @@ def test_padded_rows_are_reused_under_the_same_padding_only(way: str) -> None:
             assert past.num_cached_tokens == 0
 
 
+def test_masked_ranges_are_extra_keys() -> None:
+    import numpy as np
+
+    from pagedcache.integrations.transformers.prompts import masked_ranges
+
+    def ranges(text: str) -> list[tuple[int, int]]:
+        keys = masked_ranges(np.array([c == "1" for c in text]))
+        return [(start, stop) for start, stop, _ in keys]
+
+    assert ranges("1111") == []
+    assert ranges("0011") == [(0, 2)]
+    assert ranges("1001011000") == [(1, 3), (4, 5), (7, 10)]
+    assert ranges("000") == [(0, 3)]
+
+
 def test_another_mask_than_the_one_opened_with_is_refused() -> None:
     ids, mask = kit.padded([20, 40])
     for way, hooked in [("sdpa", True), ("pagedcache", True), ("pagedcache", False)]:

@@ -38,7 +38,7 @@ class Prompt:
         extras: list[Any] | None = None,
     ) -> None:
         self.tokens, self.salt, self.adapter, self.extras = tokens, salt, adapter, extras
-        self.mask = None if mask is None or mask.all() else mask
+        self.mask = None if mask is None else _padding(mask)
         self.rows: int = 0 if tokens is None else tokens.shape[0]
         self.length: int = 0 if tokens is None else tokens.shape[1]
         self.reused = 0
@@ -100,19 +100,16 @@ class Prompt:
             return True
         covered = self._covered
         if not self.checked:
-            own = self.mask
-            shown = None if mask is None or mask[:, :covered].all() else mask[:, :covered]
-            if shown is not None and len(shown) != rows:
-                shown = None if len(shown) % rows else shown[:: len(shown) // rows]
-            same = own is shown or (
-                own is not None and shown is not None and np.array_equal(own, shown)
-            )
-            if not same:
+            shown, own = None, self.mask
+            if mask is not None:
+                shown = _padding(mask[:, :covered][:: max(len(mask) // rows, 1)])
+                own = None if own is None else _padding(own[:, : mask.shape[1]])
+            if not np.array_equal(np.asarray(shown), np.asarray(own)):
                 raise InvalidArgumentError(
                     "the model masks other positions than PagedCache was opened with; give both "
                     "the same attention_mask"
                 )
-            self.checked = True
+            self.checked = mask is None or mask.shape[1] >= covered  # else a chunk of the prompt
         return mask is None or bool(mask[:, covered:].all())
 
     def cropped(self, length: int) -> None:
@@ -146,6 +143,11 @@ class Prompt:
     def nothing(self) -> Prompt:
         """No rows yet, of the same salt and adapter."""
         return Prompt(None, None, self.salt, self.adapter)
+
+
+def _padding(mask: Array) -> Array | None:
+    """A mask, or None where it masks nothing."""
+    return None if mask.all() else mask
 
 
 def masked_ranges(mask: Array) -> list[tuple[int, int, bytes]]:

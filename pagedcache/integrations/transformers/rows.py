@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pagedcache.errors import InvalidArgumentError, InvalidPositionError, PagedCacheError
+from pagedcache.errors import (
+    ForkedProcessError,
+    InvalidArgumentError,
+    InvalidPositionError,
+    PagedCacheError,
+)
 from pagedcache.integrations.transformers.names import Names
 from pagedcache.integrations.transformers.steps import Steps
 from pagedcache.sequence import Sequence
@@ -108,7 +113,10 @@ class Rows(Steps):
                 self._settle()
             except PagedCacheError:
                 pass  # the pool was closed, or collection runs inside a call: cached less
-            self._free(self.seqs)
+            try:
+                self._free(self.seqs)
+            except ForkedProcessError:
+                pass  # they are the parent's to give back
             self.seqs = []
 
     def _free(self, seqs: list[Sequence]) -> None:
