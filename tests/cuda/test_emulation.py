@@ -182,6 +182,47 @@ def test_warp_operations_give_what_cuda_gives(board: Board, order: str) -> None:
     assert list(result[bugs.THREADS :]) == [given.sum(), given.min(), given.max(), 1]
 
 
+def test_products_of_matrices_are_those_of_tensor_cores(board: Board, order: str) -> None:
+    given = np.random.default_rng(1).standard_normal(280).astype(np.float32)
+    memory, out = board.drv.mem_alloc(given.nbytes), board.drv.mem_alloc(512)
+    board.drv.memcpy_htod(memory, given)
+    assert board.library.pc_cuda_bug(bugs.PRODUCT, int(memory), int(out), None) == 0
+    got = np.empty((32, 4), np.float32)
+    board.drv.memcpy_dtoh(got, out)
+
+    g, t = np.arange(32) // 4, np.arange(32) % 4
+    seen = (given.view(np.uint32) & 0xFFFFE000).view(np.float32)  # tf32
+    a, b, c = np.zeros((16, 8)), np.zeros((8, 8)), np.zeros((16, 8))
+    for i, (row, column) in enumerate(((g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4))):
+        a[row, column] = seen[:128].reshape(32, 4)[:, i]
+    for i in range(2):
+        b[t + 4 * i, g] = seen[128:192].reshape(32, 2)[:, i]
+    places = ((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1))
+    for i, place in enumerate(places):
+        c[place] = given[192:].reshape(22, 4)[np.arange(32) % 22, i]
+    c += 2 * a @ b
+    want = np.stack([c[place] for place in places], axis=1)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_fences_pass_on_what_ctas_have_written(board: Board, order: str) -> None:
+    given = np.arange(131, dtype=np.float32)
+    memory, out = board.drv.mem_alloc(given.nbytes), board.drv.mem_alloc(given.nbytes)
+    board.drv.memcpy_htod(memory, given)
+    board.drv.memset_d8(out, 0, given.nbytes)
+    got = np.empty_like(given)
+    for _ in range(2):
+        assert board.library.pc_cuda_bug(bugs.PASS_ON, int(memory), int(out), None) == 0
+        board.drv.memcpy_dtoh(got, out)
+        assert got[0] == given[1:129].sum()
+        assert got[129:].view(np.uint32).tolist() == [0, 0]  # the ticket is as it was
+
+
+def test_much_shared_memory_must_be_asked_for(board: Board) -> None:
+    assert board.queue(bugs.MUCH_SHARED_UNASKED) == 1  # cudaErrorInvalidValue
+    np.testing.assert_array_equal(board.run(bugs.MUCH_SHARED), bugs.values()[127::-1])
+
+
 def test_launches_from_several_threads(cuda: Any, library: ctypes.CDLL) -> None:
     errors: list[BaseException] = []
 
@@ -256,8 +297,10 @@ def test_the_address_sanitizer_names_the_access(children: None, which: int, repo
 
 
 @pytest.mark.parametrize(
-    "which", [bugs.REVERSE_NO_BARRIER, bugs.SWAP_NO_BARRIER, bugs.CTAS_WRITE_ONE_WORD]
-)
+    "which",
+    [bugs.REVERSE_NO_BARRIER, bugs.SWAP_NO_BARRIER, bugs.CTAS_WRITE_ONE_WORD,
+     bugs.PASS_ON_NO_FENCE],
+)  # fmt: skip
 @pytest.mark.parametrize("order", bugs.ORDERS[:3])
 def test_the_thread_sanitizer_sees_the_race(children: None, which: int, order: str) -> None:
     code, output = bugs.in_a_child(which, "thread", order)
@@ -267,8 +310,9 @@ def test_the_thread_sanitizer_sees_the_race(children: None, which: int, order: s
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 @pytest.mark.parametrize(
     "which",
-    [bugs.REVERSE, bugs.SWAP, bugs.COPY_AND_WAIT, bugs.WARP_OPERATIONS, bugs.HALF_A_WARP_SHUFFLES],
-)
+    [bugs.REVERSE, bugs.SWAP, bugs.COPY_AND_WAIT, bugs.WARP_OPERATIONS, bugs.HALF_A_WARP_SHUFFLES,
+     bugs.PRODUCT, bugs.PASS_ON],
+)  # fmt: skip
 def test_the_sanitizers_are_silent_about_the_rest(
     children: None, which: int, sanitizer: str
 ) -> None:

@@ -95,6 +95,52 @@ __global__ void warp_operations(const uint64_t *in, uint64_t *out) {
     atomicCAS(&sums[3], 0ull, 1ull + blockIdx.x);
 }
 
+// in: a of each lane, then b, then c.
+__global__ void product(const float *in, float *out) {
+    const unsigned lane = threadIdx.x;
+    float a[4], b[2], c[4];
+    for (int i = 0; i < 4; i++) {
+        a[i] = in[4 * lane + i];
+        c[i] = in[192 + lane % 22 * 4 + i];
+    }
+    for (int i = 0; i < 2; i++)
+        b[i] = in[128 + 2 * lane + i];
+    pc_emulated_mma(c, a, b);
+    pc_emulated_mma(c, a, b);
+    for (int i = 0; i < 4; i++)
+        out[4 * lane + i] = c[i];
+}
+
+// The CTA that is last sees what the others have written, if there are fences: out[0] becomes the
+// sum of in[1 … 128]. The ticket lies behind them.
+__global__ void pass_on(const float *in, float *out, bool with_fences) {
+    PC_SHARED(unsigned, is_last, 1);
+    const unsigned i = 1 + blockIdx.x * 32 + threadIdx.x, last = gridDim.x - 1;
+    out[i] = in[i];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        if (with_fences)
+            __threadfence();
+        is_last[0] = atomicInc(reinterpret_cast<unsigned *>(out + 1 + cta_threads), last) == last;
+        if (with_fences)
+            __threadfence();
+    }
+    __syncthreads();
+    if (is_last[0] && threadIdx.x == 0) {
+        out[0] = 0;
+        for (unsigned j = 1; j <= 32 * gridDim.x; j++)
+            out[0] += out[j];
+    }
+}
+
+__global__ void much_shared(const float *in, float *out) {
+    PC_DYN_SHARED(float, tile);
+    const unsigned i = threadIdx.x;
+    tile[i * 100] = in[i];
+    __syncthreads();
+    out[i] = tile[(cta_threads - 1 - i) * 100];
+}
+
 __global__ void trap(const float *in, float *) {
     if (in[threadIdx.x] == 3)
         __trap();
@@ -135,6 +181,16 @@ extern "C" __attribute__((visibility("default"))) int pc_cuda_bug(int which, voi
     case 15: return pc_launch(reverse, 1, cta_threads, 300 << 10, stream, from, to, true);
     case 16: return pc_launch(trap, 1, cta_threads, 0, stream, from, to);
     case 17: return pc_launch(too_much_shared, 1, 1, 0, stream, from, to);
+    case 18: return pc_launch(product, 1, 32, 0, stream, from, to);
+    case 19: return pc_launch(pass_on, 4, 32, 0, stream, from, to, true);
+    case 20: return pc_launch(pass_on, 4, 32, 0, stream, from, to, false);
+    case 21:
+    case 22:
+        if (const int code = cudaFuncSetAttribute(reinterpret_cast<const void *>(much_shared),
+                                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                  which == 21 ? 52 << 10 : 48 << 10))
+            return code;
+        return pc_launch(much_shared, 1, cta_threads, 52 << 10, stream, from, to);
     default: return cudaErrorInvalidValue;
     }
 }

@@ -16,6 +16,7 @@
 #include "emulation/barriers.h"
 #include "emulation/bits.h"
 #include "emulation/launch.h"
+#include "emulation/mma.h"
 #include "emulation/runtime.h"
 #include "emulation/vectors.h"
 #include "emulation/warp.h"

@@ -1,10 +1,25 @@
-/* Atomics of device memory. Relaxed, as on a device: they order nothing else. */
+/* Atomics of device memory. Relaxed, as on a device: they order nothing else, but between fences.
+ */
 #pragma once
+
+#include "machine.h"
 
 #include <atomic>
 #include <concepts>
 
 namespace pc_emulation {
+
+/* What a thread did before its fence comes before what another one does behind its own fence, where
+ * an atomic of the first lies between, and a later atomic of the second at the same address. */
+inline void between_fences([[maybe_unused]] void *address) {
+#if defined(__SANITIZE_THREAD__)
+    Unwatched unwatched;
+    Thread &self = *machine.current;
+    if (self.has_fenced)
+        __tsan_release(address);
+    self.atomics.push_back(address);
+#endif
+}
 
 template <class T>
 concept Word =
@@ -15,6 +30,7 @@ template <class T, class Change> T change_atomically(T *address, Change change) 
     T old = word.load(std::memory_order_relaxed);
     while (!word.compare_exchange_weak(old, change(old), std::memory_order_relaxed)) {
     }
+    between_fences(address);
     return old;
 }
 
@@ -30,11 +46,24 @@ PC_ATOMIC(atomicMax, old > value ? old : value)
 PC_ATOMIC(atomicAnd, old &value)
 PC_ATOMIC(atomicOr, old | value)
 PC_ATOMIC(atomicExch, (void(old), value))
+PC_ATOMIC(atomicInc, old >= value ? 0 : old + 1)
 #undef PC_ATOMIC
 
 template <pc_emulation::Word T>
 T atomicCAS(T *address, std::type_identity_t<T> expected, std::type_identity_t<T> desired) {
     std::atomic_ref<T>(*address).compare_exchange_strong(expected, desired,
                                                          std::memory_order_relaxed);
+    pc_emulation::between_fences(address);
     return expected;
+}
+
+inline void __threadfence() {
+#if defined(__SANITIZE_THREAD__)
+    pc_emulation::Unwatched unwatched;
+    pc_emulation::Thread &self = *pc_emulation::machine.current;
+    for (void *address : self.atomics)
+        __tsan_acquire(address);
+    self.atomics.clear();
+    self.has_fenced = true;
+#endif
 }

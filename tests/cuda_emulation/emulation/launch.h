@@ -5,6 +5,7 @@
 #include "driver.h"
 #include "schedule.h"
 
+#include <map>
 #include <memory>
 #include <stdlib.h>
 #include <type_traits>
@@ -26,6 +27,16 @@ inline bool fits_a_device(const dim3 &grid, const dim3 &cta) {
     return threads > 0 && cta.x <= 1024 && cta.y <= 1024 && cta.z <= 64 && threads <= 1024 &&
            grid.x > 0 && grid.y > 0 && grid.z > 0 && grid.x <= 0x7fffffffu && grid.y <= 65535 &&
            grid.z <= 65535;
+}
+
+// See cudaFuncSetAttribute.
+inline std::mutex allowed_mutex;
+inline std::map<const void *, size_t> allowed_shared;
+
+inline size_t allowed_dynamic_shared(const void *kernel) {
+    std::lock_guard<std::mutex> one_at_a_time(allowed_mutex);
+    const auto found = allowed_shared.find(kernel);
+    return found == allowed_shared.end() ? max_static_shared : found->second;
 }
 
 inline int enqueue(std::unique_ptr<Launch> launch, void *stream) {
@@ -58,7 +69,7 @@ int pc_launch(void (*kernel)(P...), dim3 grid, dim3 cta, size_t shared_nbytes, v
     using namespace pc_emulation;
     if (!fits_a_device(grid, cta))
         return 9; // cudaErrorInvalidConfiguration
-    if (shared_nbytes > max_shared)
+    if (shared_nbytes > allowed_dynamic_shared(reinterpret_cast<const void *>(kernel)))
         return 1; // cudaErrorInvalidValue
     const char *order = getenv("PC_EMU_ORDER");
     auto call = [=] { kernel(static_cast<P>(arguments)...); };

@@ -19,7 +19,7 @@
 namespace pc_emulation {
 
 enum class State { fresh, running, ready, at_barrier, at_warp_operation, done };
-enum class WarpOperation { shuffle, ballot, sync };
+enum class WarpOperation { shuffle, ballot, sync, multiply };
 
 struct PendingCopy {
     void *destination;
@@ -37,6 +37,9 @@ struct Thread {
     WarpOperation operation;
     unsigned mask, source_lane;
     uint64_t value, result;
+    unsigned products = 0;       // of matrices that it took part in
+    bool has_fenced = false;     // in this CTA
+    std::vector<void *> atomics; // addresses of its atomics since its last fence
     std::vector<PendingCopy> open_copies;
     std::deque<std::vector<PendingCopy>> committed_copies;
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "driver.h"
-#include "machine.h"
+#include "launch.h"
 
 #include <mutex>
 #include <stdint.h>
@@ -107,8 +107,21 @@ inline cudaError_t cudaGetDevice(int *device) {
     return pc_emulation::runtime_call("cuCtxGetDevice", device);
 }
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
-    *value = attribute == cudaDevAttrWarpSize ? 32 : 1;
+    *value = attribute == cudaDevAttrWarpSize                       ? 32
+             : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? int(pc_emulation::max_shared)
+                                                                    : 1;
     return pc_emulation::runtime_call("cuDeviceGetAttribute", value, int(attribute), device);
+}
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+
+// How much dynamic shared memory CTAs of a kernel may have, where that is more than 48 KiB.
+inline cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute, int nbytes) {
+    if (nbytes < 0 || size_t(nbytes) > pc_emulation::max_shared)
+        return cudaErrorInvalidValue;
+    std::lock_guard<std::mutex> one_at_a_time(pc_emulation::allowed_mutex);
+    pc_emulation::allowed_shared[kernel] = size_t(nbytes);
+    return cudaSuccess;
 }
 
 inline cudaError_t cudaMemcpyAsync(void *destination, const void *source, size_t nbytes,

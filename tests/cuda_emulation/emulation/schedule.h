@@ -146,6 +146,9 @@ inline void run_cta() {
     machine.side->shared.begin_cta();
     for (Thread *thread : machine.order) {
         thread->state = State::fresh;
+        thread->products = 0;
+        thread->has_fenced = false;
+        thread->atomics.clear();
         thread->open_copies.clear();
         thread->committed_copies.clear();
     }
