@@ -42,6 +42,7 @@ def make_cache(
     fmt: str | tuple[str, str] = "float32",
     layout: str = "HND",
     max_seq_len: int | None = None,
+    open_blocks: str | None = None,
     **cache_options: Any,
 ) -> pc.PagedKVCache:
     """A small cache on the tests' device; ``fmt`` is one format or (K format, V format)."""
@@ -55,6 +56,7 @@ def make_cache(
         block_size=B,
         layout=layout,
         max_seq_len=max_seq_len,
+        open_blocks=open_blocks,
         **formats,
     )
     if cache_options.get("storage", "own") == "own":  # adopted arrays are the CPU's

@@ -15,13 +15,17 @@ from pagedcache.checks.devices import upload
 
 B = 4
 PROMPT = list(range(10))
+#: The caches that the history is played on: blocks written row by row; and blocks that are open
+#: until they are full, one kind of which is then quantised whole.
+FORMATS = {"rows": ("q8", "float32"), "open": ("q4k", "q4_1")}
 
 
 class World:
     """A cache with the sequences of a history, and the marks that each must hold."""
 
-    def __init__(self, streams: list[Any]) -> None:
+    def __init__(self, streams: list[Any], kind: str = "rows") -> None:
         self.one, self.two = streams
+        self.kind = kind
         self.cache: Any = None
         self.held: dict[str, tuple[pc.Sequence, list[int]]] = {}
         self.mapping: Any = None
@@ -29,7 +33,7 @@ class World:
 
     def construct(self) -> None:
         self.cache = on_gpu(
-            16, B=B, layers=2, dim=32, fmt=("q8", "float32"), partial_block_reuse=1
+            16, B=B, layers=2, dim=32, fmt=FORMATS[self.kind], partial_block_reuse=1
         )
 
     def hold(self, name: str, seq: pc.Sequence, marks: Any = ()) -> None:
@@ -68,8 +72,13 @@ class World:
         return (
             [pool.ref_count(b) for b in range(pool.num_blocks)],
             [pool.is_cached(b) for b in range(pool.num_blocks)],
-            (cache.stats().cow_copies, cache.stats().blocks_moved),
+            (cache.stats().cow_copies, cache.stats().blocks_moved, cache.stats().open_blocks),
             {n: s.block_table.tolist() for n, (s, _) in self.held.items() if not s.freed},
+            {
+                n: (cache.open_slots(s) >= 0).tolist()
+                for n, (s, _) in self.held.items()
+                if not s.freed
+            },
         )
 
     def sums(self) -> Any:
@@ -77,12 +86,29 @@ class World:
         blocks = self.blocks()
         if blocks is None:
             return None
-        refs, is_cached, copies, tables = blocks
-        return sorted(refs), sum(is_cached), copies, {n: len(t) for n, t in tables.items()}
+        refs, is_cached, copies, tables, is_open = blocks
+        lengths = {n: len(table) for n, table in tables.items()}
+        return sorted(refs), sum(is_cached), copies, lengths, is_open
+
+    def values(self) -> Any:
+        """What every committed token of every sequence reads as: the same each time the history
+        is played."""
+        if self.cache is None or self.cache.closed:
+            return None
+        return {
+            name: [
+                host(part).tobytes()
+                for layer in range(2)
+                for part in seq.gather(layer, 0, seq.seq_len, dtype=np.float32)
+            ]
+            for name, (seq, _) in self.held.items()
+            if not seq.freed
+        }
 
     def verify(self) -> None:
-        """Every committed token of every sequence reads as what was written."""
-        if self.cache is None or self.cache.closed:
+        """Every committed token of every sequence reads as what was written (of blocks written row
+        by row; what open ones read as depends on when they were open)."""
+        if self.cache is None or self.cache.closed or self.kind == "open":
             return
         for seq, marks in self.held.values():
             if not seq.freed:
@@ -125,6 +151,7 @@ def _append(name: str, layer: int, marks: list[int], stream: str, on_device: boo
 
 
 NEW = list(range(1, 11))
+TAIL = list(range(80, 86))
 STEPS: dict[str, Step] = {
     "construct": (World.construct, _nothing),
     "open": (
@@ -161,6 +188,9 @@ STEPS: dict[str, Step] = {
             w.held["first"][1].extend(range(60, 65)), w.held["hit"][1].extend([65, 66])
         ),
     ),
+    "append tail 0": _append("first", 0, TAIL, "two", False),
+    "append tail 1": _append("first", 1, TAIL, "two", False),
+    "commit tail": (lambda w: w.seq("first").commit(6, stream=w.two), _nothing),
     "store raw": (
         lambda w: w.cache.store(0, *w.ready["raw", 0], w.ready["slots"], stream=w.two), _nothing
     ),
@@ -195,14 +225,20 @@ STEPS: dict[str, Step] = {
     "close": (lambda w: w.cache.close(), _nothing),
 }
 NAMES = list(STEPS)
+#: Slots on a device are refused where blocks are open.
+STEPS_OF = {"rows": NAMES, "open": [name for name in NAMES if name != "store raw"]}
 
-#: Steps that take and copy blocks before they use the device for more.
-TAKE_FIRST = {"append copies 0", "prepare copies"}
+#: Steps that take, open and copy blocks before they use the device for more.
+TAKE_FIRST = {
+    "rows": {"append copies 0", "prepare copies", "append tail 0"},
+    "open": {"append host rows", "append copies 0", "prepare copies", "append tail 0"},
+}
 
 
-def brought_to(step: str, streams: list[Any]) -> World:
-    world = World(streams)
-    for name in NAMES[: NAMES.index(step)]:
+def brought_to(step: str, streams: list[Any], kind: str = "rows") -> World:
+    world = World(streams, kind)
+    names = STEPS_OF[kind]
+    for name in names[: names.index(step)]:
         ready(world, name)
         call, note = STEPS[name]
         note(world, call(world))

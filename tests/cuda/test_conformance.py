@@ -27,6 +27,9 @@ DTYPES = {
 }
 LAYOUTS = ["HND", "NHD"]
 PAIRS = [*ROW_FORMATS, ("q8", "q4"), ("float16", "q4_1"), ("q8_0", "bfloat16")]
+#: Formats of K and V, and the one in which blocks are open.
+OPEN = [("q4k", "q4_1", None), ("q4k", "float32", "bfloat16"), ("q8", "q4k", "float16"),
+        ("q4", "q4", "float16"), ("q8_0", "bfloat16", "float32")]  # fmt: skip
 
 
 RUNS = [(check, arrays) for check in CHECKS for arrays in check.arrays("cuda:0")]
@@ -64,10 +67,13 @@ class Twins:
         self.dtype = dtype
         self.heads, self.dim = self.random.choice([(3, 40), (2, 64), (1, 33), (5, 16)])
         size = self.random.choice([3, 4, 16])
+        opened = None
+        if not isinstance(fmt, str) and len(fmt) == 3:
+            fmt, opened = fmt[:2], fmt[2]
         self.caches = [
             make_cache(
                 24, B=size, layers=2, heads=self.heads, dim=self.dim, fmt=fmt, layout=layout,
-                partial_block_reuse=1, device=device,
+                partial_block_reuse=1, device=device, open_blocks=opened,
             )
             for device in ("cpu", "cuda:0")
         ]  # fmt: skip
@@ -162,6 +168,11 @@ class Twins:
         """Every byte of full blocks, and what all dtypes read, is the same on both sides."""
         for cache in self.caches:
             cache.check()
+        counts = [
+            (stats.blocks_sealed, stats.blocks_reopened, stats.open_blocks)
+            for stats in (cache.stats() for cache in self.caches)
+        ]
+        assert counts[0] == counts[1]
         for cpu, gpu in self.live:
             assert (cpu.seq_len, cpu.num_tokens) == (gpu.seq_len, gpu.num_tokens)
             for layer in range(2):
@@ -190,11 +201,12 @@ STEPS: list[tuple[Callable[[Twins], None], int]] = [
 
 @pytest.mark.parametrize("source", list(DTYPES))
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("fmt", PAIRS, ids=str)
+@pytest.mark.parametrize("fmt", [*PAIRS, *OPEN], ids=str)
 def test_a_random_history_leaves_the_same_bytes(
     fmt: Any, layout: str, source: str, cuda: Any
 ) -> None:
-    # SPEC F43, F44: copy-on-write, partial hits, moves and rows of every format, layout and dtype
+    # SPEC F43, F44: copy-on-write, partial hits, moves and rows of every format, layout and dtype;
+    # blocks that are opened, sealed and reopened
     calls = [call for call, times in STEPS for _ in range(times)]
     for seed in range(by_profile(1, 3)):
         twins = Twins(fmt, layout, DTYPES[source], seed)
@@ -203,6 +215,7 @@ def test_a_random_history_leaves_the_same_bytes(
             if step % 8 == 7:
                 twins.compare()
         twins.compare()
+        assert bool(twins.caches[1].stats().blocks_sealed) == (fmt in OPEN)
         while twins.live:
             twins.free()
         for cache in twins.caches:
@@ -234,9 +247,10 @@ def test_bad_values_are_saturated_alike(fmt: str, layout: str, cuda: Any) -> Non
 
 @pytest.mark.parametrize("arrays", [HOST, DEVICE])
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_bad_values_are_refused_alike(dtype: str, arrays: str, cuda: Any) -> None:
+@pytest.mark.parametrize("fmt", ["q8", "q4k"])
+def test_bad_values_are_refused_alike(fmt: str, dtype: str, arrays: str, cuda: Any) -> None:
     # SPEC F7: the first bad value is named, nothing is written
-    with make_cache(4, B=4, heads=2, dim=40, fmt="q8", device="cuda:0") as cache:
+    with make_cache(4, B=4, heads=2, dim=40, fmt=fmt, device="cuda:0") as cache:
         with cache.open() as seq:
             good = np.ones((5, 2, 40), np.float32).astype(DTYPES[dtype])
             seq.append(0, good, good)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from cachekit import assert_holds, by_profile, rows
 from devicekit import host
-from gpufaultkit import NAMES, PROMPT, STEPS, TAKE_FIRST, B, World, brought_to
+from gpufaultkit import NAMES, PROMPT, STEPS, STEPS_OF, TAKE_FIRST, B, World, brought_to
 from gpukit import append, on_gpu, streams_of
 
 import pagedcache as pc
@@ -55,21 +55,32 @@ def counts_of(emulated: Any) -> dict[str, int]:
 class Faults:
     """One step of the history, again and again, with another call failing each time."""
 
-    def __init__(self, device: Any, emulated: Any, step: str, streams: list[Any]) -> None:
+    def __init__(
+        self, device: Any, emulated: Any, step: str, streams: list[Any], kind: str
+    ) -> None:
         self.device, self.emulated, self.step, self.streams = device, emulated, step, streams
+        self.kind = kind
         self.call, self.note = STEPS[step]
         self.clean: Any = None  # counts after the step when nothing fails
+        self.values: Any = None  # what tokens read as before it and after it
 
     def calls(self) -> dict[str, int]:
         """How often each function is called in this step when all goes well."""
-        world = brought_to(self.step, self.streams)
+        first = self.world()
+        values = first.values()
+        self.close(first)
+        world = self.world()
         before = counts_of(self.emulated)
         self.note(world, self.call(world))
         after = counts_of(self.emulated)
         world.verify()
         self.clean = world.sums()
+        self.values = values, world.values()
         self.close(world)
         return {name: after[name] - before[name] for name in CODES if after[name] > before[name]}
+
+    def world(self) -> World:
+        return brought_to(self.step, self.streams, self.kind)
 
     def close(self, world: World) -> None:
         world.close()
@@ -78,7 +89,7 @@ class Faults:
         gc.collect()
 
     def run(self, name: str, nth: int, times: int) -> None:
-        world = brought_to(self.step, self.streams)
+        world = self.world()
         before = world.lengths(), world.blocks()
         self.emulated.fail(name, nth, CODES[name], times)
         error: BaseException | None = None
@@ -99,9 +110,10 @@ class Faults:
             error = None
             gc.collect()
             assert world.lengths() == before[0], what
-            if self.step not in TAKE_FIRST:
+            if self.step not in TAKE_FIRST[self.kind]:
                 assert world.blocks() == before[1], what
             world.verify()
+            assert world.values() == self.values[0], what
             result = self.call(world)
         self.note(world, result)
         del result
@@ -109,6 +121,7 @@ class Faults:
         world.lengths()
         assert world.sums() == self.clean, what
         world.verify()
+        assert world.values() == self.values[1], what
         self.close(world)
 
     def _is_broken(self, world: World, what: Any) -> None:
@@ -134,13 +147,15 @@ def baseline(device: Any, emulated: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("times", [1, 0], ids=["once", "from then on"])
-@pytest.mark.parametrize("step", NAMES)
+@pytest.mark.parametrize(
+    ("kind", "step"), [(kind, step) for kind, steps in STEPS_OF.items() for step in steps]
+)
 def test_every_call_of_every_step_fails(
-    step: str, times: int, cuda: Any, emulated: Any
+    kind: str, step: str, times: int, cuda: Any, emulated: Any
 ) -> None:
     # SPEC F46, F23, CASE C51
     with streams_of(cuda, 2) as streams:
-        faults = Faults(cuda, emulated, step, streams)
+        faults = Faults(cuda, emulated, step, streams, kind)
         faults.calls()  # what is made once and kept, by PyCUDA or the device, exists now
         live = baseline(cuda, emulated)
         for name, count in faults.calls().items():
@@ -155,13 +170,19 @@ def test_the_steps_reach_the_driver(cuda: Any, emulated: Any) -> None:
     """The injection reaches what it is meant for: who uses what."""
     # SPEC F46
     with streams_of(cuda, 2) as streams:
-        used = {step: set(Faults(cuda, emulated, step, streams).calls()) for step in NAMES}
+        used = {step: set(Faults(cuda, emulated, step, streams, "rows").calls()) for step in NAMES}
+        opened = {
+            step: set(Faults(cuda, emulated, step, streams, "open").calls())
+            for step in ("commit tail", "open partial hit", "writable_block_at")
+        }
     assert {"cuMemAlloc", "cuMemsetD8Async", "cuMemcpyAsync"} <= used["construct"]
     for step in ("append host rows", "open partial hit", "append copies 1", "defragment"):
         assert {"pc_stub_enqueue", "cuMemcpyAsync"} <= used[step], step
     assert {"cuEventRecord"} <= used["commit"] & used["record_use"] & used["free"]
     assert "cuStreamWaitEvent" in used["open partial hit"] | used["append copies 0"]
     assert "pc_stub_enqueue" in used["store raw"]
+    for step, calls in opened.items():  # blocks are sealed, or reopened
+        assert {"pc_stub_enqueue", "cuMemcpyAsync"} <= calls, step
 
 
 # ---- sticky errors ---------------------------------------------------------------------------
