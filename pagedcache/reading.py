@@ -279,7 +279,8 @@ class SequenceReading(NoCopy):
         first = as_position(start, "start", lambda: last)
         if not 0 <= first <= last:
             raise InvalidPositionError(first, last, "start")
-        return storage, layer, first, last, ledger.pin_range(state, first, last)
+        # The writer may cut the sequence at any moment: what is pinned is checked once more.
+        return storage, layer, first, last, ledger.pin_range(state, first, last, layer)
 
     def __repr__(self) -> str:
         name = f" {shown(self.request_id)}" if self.request_id is not None else ""

@@ -8,6 +8,7 @@ from ledgerkit import Kit
 
 from pagedcache import (
     InvalidArgumentError,
+    InvalidPositionError,
     OutOfOpenBlocksError,
     PagedCacheError,
     SlotError,
@@ -380,3 +381,33 @@ def test_an_engine_that_copies_blocks_itself_has_no_open_ones() -> None:
     # SPEC 7
     with pytest.raises(InvalidArgumentError, match="deferred_copies or num_open"):
         Ledger(4, 4, deferred_copies=True, num_open=1)
+
+
+def test_what_was_cut_meanwhile_is_not_pinned() -> None:
+    # SPEC F34: the writer may cut what a reader has just been told it may read
+    kit = Kit(num_layers=2)
+    seq = kit.open()
+    kit.write(seq, range(8))
+    kit.ledger.set_computed(seq, 2)  # the blocks stay
+    for pin in (
+        lambda stop, layer: kit.ledger.pin_range(seq, 0, stop, layer),
+        lambda stop, layer: kit.ledger.pin_reads([seq], [stop], layer)[0],
+    ):
+        with pytest.raises(InvalidPositionError, match="only what was written") as error:
+            pin(8, 1)
+        assert (error.value.position, error.value.length) == (8, 2)
+        with pin(2, 1) as held:
+            assert kit.places.rows[held.places].reshape(-1)[:2].tolist() == [0, 1]
+        pin(8, -1).release()  # for writers: the whole table
+        for layer in (2, -2, True, 1.5):
+            with pytest.raises(InvalidArgumentError):
+                pin(2, layer)
+    kit.ledger.prepare([seq], [3])  # for store: what was prepared can be read
+    kit.ledger.pin_range(seq, 0, 5, 1).release()
+    start, pin = kit.ledger.begin_append(seq, 0, 2)
+    kit.ledger.end_append(seq, 0, start, 2, pin)  # by its own appends: layer by layer
+    kit.ledger.pin_range(seq, 0, 4, 0).release()
+    with pytest.raises(InvalidPositionError):
+        kit.ledger.pin_range(seq, 0, 4, 1)
+    assert kit.ledger.stats()["pinned"] == 0
+    kit.ledger.check()

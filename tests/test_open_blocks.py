@@ -418,3 +418,21 @@ def test_check_compares_the_numbers_of_open_slots() -> None:
         with pytest.raises(pc.CorruptionError, match="storage has 3 open slots, the cache 8"):
             cache.check()
     cache.check()
+
+
+def test_a_sequence_that_is_cut_while_it_is_read() -> None:
+    # SPEC F34: between the look at its length and the pin, by its writer's thread
+    cache = make()
+    seq = cache.open()
+    seq.append(0, rows(8), rows(8))
+    seq.commit(8)
+
+    class Zero:
+        def __index__(self) -> int:
+            cache.update_tokens(seq.seq_id, 2)
+            return 0
+
+    with pytest.raises(pc.InvalidPositionError, match="only what was written"):
+        seq.gather(0, Zero(), 8)
+    assert cache.stats().pinned == 0
+    np.testing.assert_allclose(host(seq.gather(0)[0])[:, 0, 0], [0, 1], atol=1e-3)

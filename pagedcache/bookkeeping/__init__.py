@@ -2,14 +2,16 @@
 
 ``BlockPool`` counts blocks, ``Ledger`` runs sequences over it. Written in Cython; each idea is
 found under its name. ``types``: the structures. ``blocks`` and ``gate``: one block, and the lock.
-``prefix_index``, ``sequences``, ``admission``, ``writing`` (copy-on-write), ``steps`` (batches),
-``copies``, ``defragment``, ``slots``, ``exports``, ``inspect``: plans and how they are applied, in
-C. ``handles``, ``block_pool`` and ``ledger`` (on ``ledger_write``, ``ledger_open`` and
+``prefix_index``, ``sequences``, ``admission``, ``writing`` (copy-on-write), ``opening`` (open
+blocks), ``committing``, ``steps`` (batches), ``copies``, ``defragment``, ``slots``, ``exports``,
+``inspect``: plans and how they are applied, in C. ``handles``, ``mapping``, ``block_pool`` and
+``ledger`` (on ``ledger_seal``, ``ledger_pin``, ``ledger_write``, ``ledger_open`` and
 ``ledger_base``): the classes that Python sees.
 """
 
 from pagedcache.bookkeeping.block_pool import BlockPool
-from pagedcache.bookkeeping.handles import Pin, SeqState, SlotMapping
+from pagedcache.bookkeeping.handles import Pin, SeqState
 from pagedcache.bookkeeping.ledger import Ledger
+from pagedcache.bookkeeping.mapping import SlotMapping
 
 __all__ = ["BlockPool", "Ledger", "Pin", "SeqState", "SlotMapping"]

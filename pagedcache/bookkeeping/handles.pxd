@@ -1,6 +1,6 @@
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t
 from pagedcache.bookkeeping.block_pool cimport BlockPool
-from pagedcache.bookkeeping.types cimport pin_t, pool_t, result_t, seq_t
+from pagedcache.bookkeeping.types cimport pin_t, pool_t, seq_t
 
 cdef class SeqState:
     cdef BlockPool pool
@@ -14,20 +14,6 @@ cdef class Pin:
     cdef pin_t *pin
     cdef readonly object slots
     cdef object __weakref__
-
-cdef class SlotMapping:
-    cdef BlockPool pool
-    cdef readonly object slots
-    cdef readonly object place_slots
-    cdef int32_t *blocks
-    cdef uint32_t *generations
-    cdef int64_t count, room
-    cdef int64_t checked     # pool epoch at the last check
-    cdef readonly int64_t epoch
-    cdef object __weakref__
-    cdef bint reserve(self, int64_t room) noexcept nogil
-    cdef void note(self, int32_t block) noexcept nogil
-    cdef result_t recheck(self) noexcept nogil
 
 cdef int enter_fast(pool_t *p) except? 99
 cdef SeqState new_state(BlockPool pool)

@@ -1,5 +1,3 @@
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -40,12 +38,3 @@ class Pin:
     def release(self) -> None: ...
     def __enter__(self) -> Pin: ...
     def __exit__(self, *exc: object) -> None: ...
-
-class SlotMapping:
-    slots: npt.NDArray[np.int64]
-    place_slots: npt.NDArray[np.int64]
-    epoch: int
-    def __len__(self) -> int: ...
-    def __array__(
-        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
-    ) -> npt.NDArray[Any]: ...

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""What the bookkeeping hands out: sequence states, pins and slot mappings.
+"""What the bookkeeping hands out: sequence states and pins.
 
 A handle that is collected only queues what it held; the next call gives it back. So a garbage
 collection may happen anywhere, also while another thread holds the pool's lock.
@@ -15,7 +15,7 @@ from pagedcache.bookkeeping.block_pool cimport BlockPool
 from pagedcache.bookkeeping.blocks cimport pin_next, unpin_block
 from pagedcache.bookkeeping.gate cimport drop, enter, fork_generation, leave
 from pagedcache.bookkeeping.sequences cimport (
-    num_tokens, num_written, written_end,
+    num_tokens, num_written, readable_end, written_end,
 )
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
@@ -141,13 +141,10 @@ cdef class SeqState:
         return n
 
     def readable(self, layer):
-        """End of what may be read of a layer: its written end; where the sequence appends
-        nothing itself (store), the end of what was prepared for writing."""
+        """End of what may be read of a layer: see readable_end()."""
         cdef int64_t i = int_argument(layer, "layer", 0, self.pool.p.num_layers - 1)
         self._enter()
-        cdef int64_t n = written_end(self.s, i)
-        if high_water(self.pool.p, self.s) == self.s.computed:
-            n = max(n, self.s.vouched)
+        cdef int64_t n = readable_end(self.pool.p, self.s, i)
         leave(self.pool.p)
         return n
 
@@ -350,62 +347,3 @@ cdef Pin new_pin(BlockPool pool, int64_t room):
     h.pin.blocks = <int32_t *> (h.pin + 1)
     h.pin.places = h.pin.blocks + (lists - 1) * room
     return h
-
-
-@cython.no_gc_clear           # __dealloc__ needs the pool
-cdef class SlotMapping:
-    """Slots of a prepared write range: int64, one per token, used for every layer.
-
-    ``slots`` is read-only; ``numpy.asarray(mapping)`` gives it too; ``place_slots`` are the same
-    with places for block ids (see Pin). ``epoch`` is the layout epoch it was made in. store()
-    refuses it once its blocks were moved, freed, shared, cached, opened or sealed.
-    """
-
-    def __init__(self):
-        raise InvalidArgumentError("a SlotMapping is made by prepare()")
-
-    def __reduce__(self):
-        raise CopyRefusedError(type(self).__name__, "copied or pickled")
-
-    def __dealloc__(self):
-        pc_release(self.blocks)
-        pc_release(self.generations)
-
-    def __len__(self):
-        return len(self.slots)
-
-    def __array__(self, dtype=None, copy=None):
-        return np.array(self.slots, dtype=dtype, copy=copy)
-
-    def __repr__(self):
-        return f"SlotMapping({len(self.slots)} slots in {self.count} blocks, epoch {self.epoch})"
-
-    cdef bint reserve(self, int64_t room) noexcept nogil:
-        self.blocks = <int32_t *> pc_calloc(room, sizeof(int32_t))
-        self.generations = <uint32_t *> pc_calloc(room, sizeof(uint32_t))
-        self.room = room
-        return self.blocks != NULL and self.generations != NULL
-
-    cdef void note(self, int32_t block) noexcept nogil:
-        self.blocks[self.count] = block
-        self.generations[self.count] = self.pool.p.generation[block]
-        self.count += 1
-
-    cdef result_t recheck(self) noexcept nogil:
-        """With the lock held: the blocks are still as prepare() left them."""
-        cdef pool_t *p = self.pool.p
-        cdef int64_t i
-        cdef int32_t b
-        if self.epoch != p.layout_epoch:
-            return answer(E_STALE, self.epoch, p.layout_epoch, 0)
-        if self.checked == p.epoch:
-            return answer(OK)
-        for i in range(self.count):
-            b = self.blocks[i]
-            if (p.generation[b] != self.generations[i] or p.refs[b] != 1 or p.node[b] != NONE
-                    or viewed(p, b)):
-                return answer(E_STALE, self.epoch, p.layout_epoch, 1)
-            if p.flags[b] & FLAG_PENDING:
-                return answer(E_PENDING, b, 1)
-        self.checked = p.epoch
-        return answer(OK)

@@ -4,7 +4,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
 from pagedcache.bookkeeping.committing cimport apply_commit, index_blocks
-from pagedcache.bookkeeping.ledger_write cimport LedgerWrite
+from pagedcache.bookkeeping.ledger_pin cimport LedgerPin
 from pagedcache.bookkeeping.opening cimport plan_last_seals, plan_seals
 from pagedcache.bookkeeping.steps cimport may_commit_many
 from pagedcache.bookkeeping.types cimport *
@@ -12,7 +12,7 @@ from pagedcache.bookkeeping.types cimport *
 from pagedcache.errors import PagedCacheError, StorageMemoryError
 
 
-cdef class LedgerSeal(LedgerWrite):
+cdef class LedgerSeal(LedgerPin):
     """The ledger's operations that commit and seal; see ``Ledger``."""
 
     cdef result_t _commit(self, seq_t **seqs, const int64_t *counts, int64_t n) except *:

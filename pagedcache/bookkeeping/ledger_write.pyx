@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Tokens get their slots: write ranges made private and grown, blocks pinned while bytes move."""
+"""Tokens get their slots: write ranges made private and grown."""
 from libc.stdint cimport int32_t, int64_t
 
 import numpy as np
@@ -9,11 +9,11 @@ from pagedcache.bookkeeping.blocks cimport pin_block, pin_next
 from pagedcache.bookkeeping.copies cimport copies_reserve, queue_copy
 from pagedcache.bookkeeping.exports cimport seq_pointers, unique_and_live
 from pagedcache.bookkeeping.gate cimport leave
-from pagedcache.bookkeeping.handles cimport Pin, SeqState, SlotMapping, enter_fast, new_pin
+from pagedcache.bookkeeping.handles cimport Pin, SeqState, enter_fast, new_pin
 from pagedcache.bookkeeping.ledger_base cimport HUGE
 from pagedcache.bookkeeping.ledger_open cimport LedgerOpen
+from pagedcache.bookkeeping.mapping cimport SlotMapping
 from pagedcache.bookkeeping.sequences cimport written_end
-from pagedcache.bookkeeping.slots cimport check_slots
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
 from pagedcache.bookkeeping.writing cimport (
@@ -309,116 +309,3 @@ cdef class LedgerWrite(LedgerOpen):
         w.count = 1
         self._write_one(&w, -1, None, None)
         return seq.block_for_position(position)
-
-    # ------------------------------------------------------------ pins
-    def pin_range(self, SeqState seq, start, stop):
-        """Pin the blocks of positions start … stop -> Pin (block_ids from start's block on)."""
-        cdef int64_t a = int_argument(start, "start", -HUGE, HUGE)
-        cdef int64_t b = int_argument(stop, "stop", -HUGE, HUGE)
-        cdef pool_t *p = self.pool.p
-        cdef int64_t B = p.block_size
-        cdef int64_t longest = <int64_t> p.num_blocks * B
-        cdef int64_t i, room
-        if a < 0 or a > b:
-            raise_result(answer(E_POSITION, a, max(b, <int64_t> 0)))
-        if b > longest:
-            raise_result(answer(E_POSITION, b, longest, 4))
-        cdef Pin pin = new_pin(self.pool, (b - a) // B + 2)
-        self._of(seq)
-        room = seq.s.num_blocks * B
-        if b <= room and b > a:
-            for i in range(a // B, blocks_for(b, B)):
-                pin_next(p, pin.pin, seq.s.table[i])
-        leave(p)
-        if b > room:
-            raise_result(answer(E_POSITION, b, room, 4))
-        return pin
-
-    def pin_reads(self, list seqs, list ends):
-        """Pin the blocks of the first ``ends[i]`` tokens of each sequence -> (Pin, indptr).
-
-        The pin's ``block_ids`` and ``places`` hold those of all sequences, one after the other;
-        int64 ``indptr[i]`` … ``indptr[i + 1]`` are the i-th's. A sequence may come twice.
-        """
-        seqs, ends = list(seqs), list(ends)       # an __index__ may change the caller's lists
-        cdef pool_t *p = self.pool.p
-        cdef int64_t B = p.block_size
-        cdef int64_t longest = <int64_t> p.num_blocks * B
-        cdef int64_t i, j, n = len(seqs), end
-        cdef int64_t[::1] bounds
-        cdef result_t r
-        cdef Pin pin
-        if len(ends) != n:
-            raise InvalidArgumentError(f"lengths: expected one per sequence ({n}), "
-                                       f"got {len(ends)}")
-        indptr = np.zeros(n + 1, dtype=np.int64)
-        bounds = indptr
-        for i in range(n):
-            end = int_argument(ends[i], "lengths", 0, HUGE)
-            if end > longest:
-                raise_result(answer(E_POSITION, end, longest, 4))
-            bounds[i + 1] = bounds[i] + blocks_for(end, B)
-            ends[i] = end
-        cdef seq_t **pointers = seq_pointers(self.pool, seqs)
-        try:
-            pin = new_pin(self.pool, bounds[n])
-            enter_fast(p)
-            r = unique_and_live(p, pointers, n, False)
-            for i in range(n):
-                if r.code != OK:
-                    break
-                end = ends[i]
-                if end > pointers[i].num_blocks * B:
-                    r = answer(E_POSITION, end, pointers[i].num_blocks * B, 4)
-            if r.code == OK:
-                for i in range(n):
-                    for j in range(bounds[i + 1] - bounds[i]):
-                        pin_next(p, pin.pin, pointers[i].table[j])
-            leave(p)
-        finally:
-            pc_release(pointers)
-        if r.code != OK:
-            raise_result(r)
-        return pin, indptr
-
-    def pin_mapping(self, SlotMapping mapping):
-        """Verify that a mapping may still be written and pin its blocks -> Pin."""
-        cdef pool_t *p = self.pool.p
-        cdef int64_t i
-        cdef result_t r
-        if mapping is None or mapping.pool is not self.pool:
-            raise_result(answer(E_ARGUMENT, 6))
-        cdef Pin pin = new_pin(self.pool, mapping.count)
-        pin.slots = mapping.place_slots
-        enter_fast(p)
-        r = mapping.recheck()
-        if r.code == OK:
-            for i in range(mapping.count):
-                pin_next(p, pin.pin, mapping.blocks[i])
-                note_rewrite(p, mapping.blocks[i])
-        leave(p)
-        if r.code != OK:
-            raise_result(r)
-        return pin
-
-    def pin_slots(self, slots):
-        """Verify raw slots (int64 array, -1 = skip) as writable and pin their blocks -> Pin.
-
-        The pin's slots are a copy: what was checked is what will be written. Those of open blocks
-        become the slots of their places.
-        """
-        slots = np.array(slots, dtype=np.int64, order="C")
-        cdef int64_t[::1] view = slots
-        cdef int64_t n = view.shape[0]
-        cdef int64_t *raw = &view[0] if n else NULL
-        cdef pool_t *p = self.pool.p
-        cdef Pin pin = new_pin(self.pool, n)
-        cdef result_t r
-        pin.slots = slots
-        enter_fast(p)
-        with nogil:
-            r = check_slots(p, raw, n, pin.pin)
-            leave(p)
-        if r.code != OK:
-            raise_result(r)
-        return pin

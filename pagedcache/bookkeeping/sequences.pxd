@@ -8,6 +8,7 @@ cdef void seq_destroy(seq_t *s) noexcept nogil
 cdef bint table_reserve(seq_t *s, int64_t blocks) noexcept nogil
 cdef bint tokens_reserve(seq_t *s, int64_t tokens) noexcept nogil
 cdef int64_t written_end(seq_t *s, int64_t layer) noexcept nogil
+cdef int64_t readable_end(pool_t *p, seq_t *s, int64_t layer) noexcept nogil
 cdef int64_t num_written(pool_t *p, seq_t *s) noexcept nogil
 cdef int64_t num_tokens(pool_t *p, seq_t *s) noexcept nogil
 cdef int64_t extra_size(identity_t *who, int64_t start, int64_t stop) noexcept nogil

@@ -198,6 +198,14 @@ cdef int64_t num_written(pool_t *p, seq_t *s) noexcept nogil:
     return least
 
 
+cdef int64_t readable_end(pool_t *p, seq_t *s, int64_t layer) noexcept nogil:
+    """End of what may be read of a layer: its written end; where the sequence appends nothing
+    itself (store), the end of what was prepared for writing."""
+    if high_water(p, s) == s.computed:
+        return max(written_end(s, layer), s.vouched)
+    return written_end(s, layer)
+
+
 cdef int64_t num_tokens(pool_t *p, seq_t *s) noexcept nogil:
     """Known, opened for, computed or written: what truncate may be asked for."""
     return max(max(s.history, s.opened), high_water(p, s))

@@ -27,6 +27,7 @@ _POSITION = (
     "append_kv writes without a gap: at or before the layer's written end",
     "the block table does not reach that far; prepare() or extend() first",
     "the length is past the end of the block table",
+    "only what was written can be read",
 )
 _STALE = (
     "blocks were moved by a defragmentation",

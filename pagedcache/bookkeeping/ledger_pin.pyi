@@ -1,0 +1,14 @@
+import numpy as np
+import numpy.typing as npt
+
+from pagedcache.bookkeeping.handles import Pin, SeqState
+from pagedcache.bookkeeping.ledger_write import LedgerWrite
+from pagedcache.bookkeeping.mapping import SlotMapping
+
+class LedgerPin(LedgerWrite):
+    def pin_range(self, seq: SeqState, start: int, stop: int, layer: int = -1) -> Pin: ...
+    def pin_reads(
+        self, seqs: list[SeqState], ends: list[int], layer: int = -1
+    ) -> tuple[Pin, npt.NDArray[np.int64]]: ...
+    def pin_mapping(self, mapping: SlotMapping) -> Pin: ...
+    def pin_slots(self, slots: npt.NDArray[np.int64]) -> Pin: ...
