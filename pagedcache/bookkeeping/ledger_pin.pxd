@@ -1,0 +1,4 @@
+from pagedcache.bookkeeping.ledger_write cimport LedgerWrite
+
+cdef class LedgerPin(LedgerWrite):
+    pass
