@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from pagedcache.hashing import compute_block_hash as compute_block_hash
     from pagedcache.hashing import compute_block_hashes as compute_block_hashes
     from pagedcache.hashing import compute_prefix_hash as compute_prefix_hash
+    from pagedcache.machine import get_num_threads as get_num_threads
+    from pagedcache.machine import set_num_threads as set_num_threads
     from pagedcache.pointers import PointerTables as PointerTables
     from pagedcache.prefix_cache import PrefixCache as PrefixCache
     from pagedcache.sequence import AppendResult as AppendResult
@@ -88,6 +90,7 @@ _NAMES = {
     "SequenceTooLongError ShapeError SlotError StaleMappingError StorageMemoryError",
     "formats": "FORMATS KVFormat get_format",
     "hashing": "compute_block_hash compute_block_hashes compute_prefix_hash",
+    "machine": "get_num_threads set_num_threads",
     "pointers": "PointerTables",
     "prefix_cache": "PrefixCache",
     "sequence": "AppendResult Sequence",

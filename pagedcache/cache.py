@@ -17,6 +17,7 @@ from typing import Any
 
 from pagedcache.arguments import as_count, as_flag
 from pagedcache.arrays import as_tokens
+from pagedcache.attention import Attention
 from pagedcache.batches import BatchPaths
 from pagedcache.bookkeeping import Ledger
 from pagedcache.errors import FormatError, InvalidArgumentError, PagedCacheError, shown
@@ -37,7 +38,9 @@ from pagedcache.upkeep import Upkeep
 _NO_KEYS: Any = ()  # the default of extra_keys
 
 
-class PagedKVCache(NoCopy, IdStyle, BatchPaths, BatchPointers, Upkeep, Ordering):
+class PagedKVCache(
+    NoCopy, IdStyle, BatchPaths, Attention, BatchPointers, Upkeep, Ordering
+):
     """K and V of many sequences in fixed-size blocks of one pool, all taken at the start.
 
     ``spec``: a ``CacheSpec``. Exactly one of ``num_blocks`` and ``memory`` (bytes, a text like

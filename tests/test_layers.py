@@ -23,14 +23,17 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("native", {"_native"}),
     ("formats", {"formats"}),
     ("array exchange", {"dlpack", "foreign"}),
-    ("values", {"arithmetic", "arrays", "hashing", "placement", "prefix_hasher", "spec"}),
+    (
+        "values",
+        {"arithmetic", "arrays", "hashing", "machine", "placement", "prefix_hasher", "spec"},
+    ),
     ("CUDA runtime", {"_cuda"}),
     ("bodies", {"bookkeeping", "prefix_cache", "storage"}),
     (
         "façade",
         {
-            "", "batches", "cache", "handles", "ids", "movers", "ordering", "pointers", "reading",
-            "sequence", "upkeep", "views",
+            "", "attention", "batches", "cache", "handles", "ids", "movers", "ordering",
+            "pointers", "reading", "sequence", "upkeep", "views",
         },
     ),
     ("integrations", {"integrations"}),

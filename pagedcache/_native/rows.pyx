@@ -16,7 +16,7 @@ from pagedcache._native.space cimport (
     PC_E_FORMAT, PC_FORMAT_bfloat16, PC_FORMAT_float16, PC_FORMAT_float32, PC_NUM_FORMATS, PC_OK,
     PC_OPEN, PC_SEALED, pc_buffer_values, pc_copy_block, pc_copy_tokens, pc_dtype_nbytes,
     pc_find_nonfinite, pc_geometry, pc_load_rows, pc_move_block, pc_num_places, pc_open_slab,
-    pc_rows, pc_slab, pc_space, pc_space_check, pc_space_init, pc_store_rows,
+    pc_rows, pc_slab, pc_space_check, pc_space_init, pc_store_rows,
 )
 from pagedcache.errors import (
     BlockError, FormatError, InvalidArgumentError, InvalidPositionError, ShapeError, SlotError,
@@ -85,11 +85,6 @@ cdef class Slabs:
     such arrays of the open slots, in the float format ``open_code``; an empty list for none.
     Ids are places and slots are place-slots, but where a function says otherwise.
     """
-
-    cdef pc_space space
-    cdef pc_slab *slabs  # of a layer, one after the other: sealed, open
-    cdef list arrays
-    cdef readonly int num_layers
 
     def __cinit__(self, list sealed, int format_code, int layout, int64_t num_heads,
                   int64_t block_size, int64_t head_dim, list opened=None, int open_code=0):

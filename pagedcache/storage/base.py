@@ -38,6 +38,7 @@ from pagedcache.errors import (
 )
 from pagedcache.formats import NONFINITE_POLICIES, KVFormat, get_policy
 from pagedcache.spec import CacheSpec
+from pagedcache.storage.attention import AttentionArrays, AttentionOptions
 from pagedcache.storage.slabs import KINDS, Array, Kind
 
 RAISE = NONFINITE_POLICIES["raise"]
@@ -171,6 +172,51 @@ class Storage(ABC):
             dtype = np.float32 if out_k is None else out_k.dtype
         shape = (num_tokens, self.spec.num_kv_heads, self.spec.head_dim)
         return self._load(layer, ids, first, row_format(dtype), shape, out_k, out_v, queue)
+
+    # ---- attention -----------------------------------------------------------------------
+
+    def attention_arrays(
+        self,
+        layer: int,
+        q: Any,
+        out: Any = None,
+        sinks: Any = None,
+        return_lse: bool = False,
+        queue: Any = None,
+    ) -> AttentionArrays:
+        """Validate the arrays of a call of :meth:`attend`, and make those that are not given.
+
+        ``q``: ``[total_q, num_q_heads, head_dim]`` or ``[total_q, num_q_heads * head_dim]`` of
+        float32, float16 or bfloat16 with any strides, where ``num_q_heads`` is a multiple of
+        ``num_kv_heads``. ``out``: an array of q's shape and dtype to fill, apart from ``q``.
+        ``sinks``: ``[num_q_heads]``, no NaN or +inf. Raises :class:`ShapeError`,
+        :class:`FormatError`, :class:`DeviceError` or :class:`InvalidArgumentError`.
+        """
+        raise DeviceError("a layer on the CPU", "a layer on a GPU", "attend")
+
+    def attend(
+        self,
+        layer: int,
+        arrays: AttentionArrays,
+        places: Array,
+        indptr: Array,
+        lengths: Array,
+        q_lens: Array,
+        starts: Array,
+        options: AttentionOptions,
+        queue: Any = None,
+    ) -> None:
+        """Fill ``arrays.out`` (and ``arrays.lse``) with attention over sequences' places.
+
+        ``places``: int32, of all sequences in token order; those of sequence i are
+        ``places[indptr[i]:indptr[i + 1]]`` (``indptr``: int64, one more than sequences) and hold
+        its positions from 0 on. ``lengths``, ``q_lens``, ``starts``: int64, one each per sequence:
+        keys, queries (the last ``q_lens[i]`` positions), first key that exists. Bytes of other
+        positions are not read. Raises :class:`BlockError` for a place out of range, and
+        :class:`InvalidPositionError` or :class:`ShapeError` for lengths that do not fit, before
+        anything is written.
+        """
+        raise DeviceError("a layer on the CPU", "a layer on a GPU", "attend")
 
     # ---- copies --------------------------------------------------------------------------
 

@@ -29,8 +29,10 @@ from pagedcache.foreign import as_ndarray, is_tensor
 from pagedcache.formats import KVFormat
 from pagedcache.spec import LAYOUTS, CacheSpec
 from pagedcache.storage import slabs as slab_memory
+from pagedcache.storage.attention import AttentionArrays, AttentionOptions
 from pagedcache.storage.base import Storage
 from pagedcache.storage.checks import overlaps_itself
+from pagedcache.storage.cpu_attention import attend, check_arrays
 from pagedcache.storage.slabs import KINDS, Array, Kind
 
 
@@ -148,14 +150,53 @@ class CpuStorage(Storage):
         outs = [host_out(out_k, "out_k", shape, fmt), host_out(out_v, "out_v", shape, fmt)]
         if overlap(*outs):
             raise ShapeError("out_k and out_v that share no memory", "overlapping arrays", "out")
-        if self._shown:
-            both = [arrays for arrays in (self._arrays, self._open_arrays) if arrays]
-            for given, name in ((out_k, "out_k"), (out_v, "out_v")):
-                if given is not None and any(slab_memory.covers(own, given) for own in both):
-                    raise ShapeError("memory apart from the slabs", "an array over them", name)
+        for given, name in ((out_k, "out_k"), (out_v, "out_v")):
+            if given is not None and self._covered(given):
+                raise ShapeError("memory apart from the slabs", "an array over them", name)
         for kind, out in zip(KINDS, outs, strict=True):
             slabs[kind].load(layer, ids, first, _bits(out), fmt.code)
         return outs[0], outs[1]
+
+    # ---- attention -----------------------------------------------------------------------
+
+    def attention_arrays(
+        self,
+        layer: int,
+        q: Any,
+        out: Any = None,
+        sinks: Any = None,
+        return_lse: bool = False,
+        queue: Any = None,
+    ) -> AttentionArrays:
+        """See :class:`Storage`; a torch tensor as ``q`` makes tensors of the results."""
+        self._open()
+        as_layer(layer, self.spec.num_layers)
+        made = check_arrays(self.spec, q, out, sinks, return_lse, filled, _empty)
+        if out is not None and self._covered(made.out):
+            raise ShapeError("memory apart from the slabs", "an array over them", "out")
+        return made
+
+    def attend(
+        self,
+        layer: int,
+        arrays: AttentionArrays,
+        places: Array,
+        indptr: Array,
+        lengths: Array,
+        q_lens: Array,
+        starts: Array,
+        options: AttentionOptions,
+        queue: Any = None,
+    ) -> None:
+        """See :class:`Storage`. On up to ``pagedcache.get_num_threads()`` threads."""
+        slabs = self._open()
+        layer = as_layer(layer, self.spec.num_layers)
+        attend(slabs, layer, arrays, (places, indptr, lengths, q_lens, starts), options)
+
+    def _covered(self, out: Array) -> bool:
+        """Whether an array of the caller's lies over slabs that others may have arrays of."""
+        both = [arrays for arrays in (self._arrays, self._open_arrays) if arrays]
+        return self._shown and any(slab_memory.covers(own, out) for own in both)
 
     def out_array(self, layer: int, x: Any, what: str) -> Array:
         """A NumPy array over the caller's; see :class:`Storage`."""

@@ -10,6 +10,7 @@ from typing import Any
 from pagedcache.arguments import as_layer
 from pagedcache.errors import DeviceError, PagedCacheError, shown
 from pagedcache.spec import CacheSpec
+from pagedcache.storage.attention import AttentionArrays, AttentionOptions
 from pagedcache.storage.base import Storage
 from pagedcache.storage.cpu import CpuStorage
 from pagedcache.storage.queues import by_device
@@ -173,6 +174,35 @@ class PlacedStorage:
         """See :class:`Storage`."""
         part, local, own = self._place(layer, queue)
         return part.gather(local, places, start, stop, dtype, out_k, out_v, own)
+
+    def attention_arrays(
+        self,
+        layer: int,
+        q: Any,
+        out: Any = None,
+        sinks: Any = None,
+        return_lse: bool = False,
+        queue: Queues | None = None,
+    ) -> AttentionArrays:
+        """See :class:`Storage`."""
+        part, local, own = self._place(layer, queue)
+        return part.attention_arrays(local, q, out, sinks, return_lse, own)
+
+    def attend(
+        self,
+        layer: int,
+        arrays: AttentionArrays,
+        places: Array,
+        indptr: Array,
+        lengths: Array,
+        q_lens: Array,
+        starts: Array,
+        options: AttentionOptions,
+        queue: Queues | None = None,
+    ) -> None:
+        """See :class:`Storage`."""
+        part, local, own = self._place(layer, queue)
+        part.attend(local, arrays, places, indptr, lengths, q_lens, starts, options, own)
 
     def out_array(self, layer: int, x: Any, what: str) -> Any:
         """See :class:`Storage`."""

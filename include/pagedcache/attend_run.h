@@ -1,0 +1,327 @@
+/*
+ * The next tokens of a sequence whose rows can be read alike: addresses, scales, and where the
+ * kernels cannot read the bytes (or many slices would), the rows as float32. Included once per
+ * instruction set, by attend_isa.h.
+ */
+#ifdef PC_ISA
+
+/* Copy `size` bytes of each group of the rows, so that those of one group lie side by side. */
+PC_VECTOR void V(line_up)(const pc_run *run, const int64_t groups, int64_t step, const int size,
+                          uint8_t *to) {
+    const int64_t count = run->count;
+    for (int64_t t = 0; t < count; t++) {
+        const uint8_t *const row = run->scales[t];
+        PC_UNROLL
+        for (int64_t i = 0; i < groups; i++) {
+            memcpy(to + (i * PC_SCALE_STRIDE + t) * size, row + i * step, (size_t)size);
+        }
+    }
+}
+
+/* Rows of `groups` float32 into columns: four by four where they are that many. */
+PC_VECTOR void V(line_up_floats)(const pc_run *run, int64_t groups, float *to) {
+    int64_t g = 0, t, i;
+    for (; g + 4 <= groups; g += 4) {
+        for (t = 0; t < run->count; t += 4) { /* rows behind the last one repeat it */
+            V(transpose)(run->scales + t, 16 * (g / 4), to + g * PC_SCALE_STRIDE + t,
+                         PC_SCALE_STRIDE);
+        }
+    }
+    for (t = 0; g < groups && t < run->count; t++) {
+        for (i = g; i < groups; i++) {
+            memcpy(to + i * PC_SCALE_STRIDE + t, run->scales[t] + 4 * i, 4);
+        }
+    }
+}
+
+/* The same, with the common numbers of groups known to the compiler. */
+PC_VECTOR void V(line_up_groups)(const pc_run *run, int64_t groups, int64_t step, const int size,
+                                 uint8_t *to) {
+    switch (groups) {
+    case 1: V(line_up)(run, 1, step, size, to); break;
+    case 2: V(line_up)(run, 2, step, size, to); break;
+    case 3: V(line_up)(run, 3, step, size, to); break;
+    case 4: V(line_up)(run, 4, step, size, to); break;
+    case 8: V(line_up)(run, 8, step, size, to); break;
+    default: V(line_up)(run, groups, step, size, to); break;
+    }
+}
+
+/* Scales and offsets of the run's rows, to work->scales and work->offsets. */
+PC_FUNCTION void V(take_scales)(const pc_run *run, pc_work *work) {
+    const pc_row_shape *const shape = &run->side->shape[PC_SEALED];
+    const int code = run->side->kv->space->geometry[PC_SEALED].code;
+    const int64_t groups = shape->values / PC_GROUP, step = shape->scale_step;
+    float *scales = work->scales, *offsets = work->offsets;
+    const uint8_t *halves = work->halves;
+    const int64_t count = run->count;
+    int64_t g, t;
+    if (code == PC_FORMAT_q8 || code == PC_FORMAT_q4) {
+        V(line_up_floats)(run, groups, scales);
+    } else if (code == PC_FORMAT_q4_1) {
+        V(line_up_groups)(run, groups, step, 4, work->halves);
+    } else {
+        V(line_up_groups)(run, groups, step, 2, work->halves);
+    }
+    for (g = 0; code != PC_FORMAT_q8 && g < groups; g++) {
+        for (t = 0; t < count; t += PC_WIDTH) {
+            vf scale, offset = V(all)(0.0f);
+            if (code == PC_FORMAT_q4_1) {
+                V(split_halves)(halves + 4 * t, &scale, &offset);
+                offset = V(fma)(scale, V(all)(8.0f), offset);
+            } else {
+                scale = code == PC_FORMAT_q4 ? V(load)(scales + t) : V(half)(halves + 2 * t);
+            }
+            V(store)(scales + t, scale);
+            V(store)(offsets + t, offset);
+        }
+        scales += PC_SCALE_STRIDE;
+        offsets += PC_SCALE_STRIDE;
+        halves += PC_SCALE_STRIDE * (code == PC_FORMAT_q4_1 ? 4 : 2);
+    }
+}
+
+/* Scales and offsets of all channels, in the order of the side, to work->channels. */
+PC_FUNCTION void V(take_channels)(const pc_side *side, const uint8_t *from, pc_work *work) {
+    const int64_t head_dim = side->kv->space->geometry[PC_SEALED].head_dim;
+    uint8_t last[PC_PAIR * 4];
+    for (int64_t i = 0; i < side->padded; i += PC_PAIR) {
+        const uint8_t *at = from + i * 4;
+        float *const scales = work->channels + i, *const offsets = scales + side->padded;
+        const vf eight = V(all)(8.0f);
+        vf s[2], m[2];
+        if (i + PC_PAIR > head_dim) {
+            memset(last, 0, sizeof last);
+            memcpy(last, at, (size_t)(head_dim - i) * 4);
+            at = last;
+        }
+        V(half_pairs)(at, s, m);
+        V(store)(scales, s[0]);
+        V(store)(scales + PC_WIDTH, s[1]);
+        V(store)(offsets, V(fma)(s[0], eight, m[0]));
+        V(store)(offsets + PC_WIDTH, V(fma)(s[1], eight, m[1]));
+    }
+}
+
+/* Row t of the run as float32, in the order of the side, to `out` [padded]. */
+PC_VECTOR void V(decode_row)(const int reading, const pc_run *run, int64_t t, const pc_work *work,
+                             float *out) {
+    const pc_row_shape *const shape = &run->side->shape[PC_SEALED];
+    const int64_t pairs = shape->values / PC_PAIR, rest = shape->values % PC_PAIR;
+    for (int64_t j = 0; j < pairs + (rest > 0); j++) {
+        const uint8_t *const from = run->data[t] + V(pair_offset)(reading, j, shape->step);
+        const int64_t at = j / PC_PARTS * PC_SCALE_STRIDE + t;
+        vf a, b;
+        if (j < pairs || pc_is_grouped(reading)) {
+            V(pair)(reading, from, &a, &b);
+        } else {
+            V(rest)(reading, from, rest, &a, &b);
+        }
+        if (pc_is_grouped(reading)) {
+            V(scale_pair)(reading, work->scales[at], work->offsets[at], &a, &b);
+        } else if (reading == PC_READ_CHANNELS) {
+            const float *const scale = work->channels + j * PC_PAIR;
+            const float *const offset = scale + run->side->padded;
+            a = V(fma)(a, V(load)(scale), V(load)(offset));
+            b = V(fma)(b, V(load)(scale + PC_WIDTH), V(load)(offset + PC_WIDTH));
+        }
+        V(store)(out + j * PC_PAIR, a);
+        V(store)(out + j * PC_PAIR + PC_WIDTH, b);
+    }
+}
+
+/* Row t of the run as float32, whatever it is stored as. */
+PC_FUNCTION void V(decode)(const pc_run *run, int64_t t, pc_work *work, float *out) {
+    const pc_side *const side = run->side;
+    const pc_geometry *const g = &side->kv->space->geometry[run->where];
+    const uint8_t *const data = run->data[t];
+    if (run->where == PC_SEALED) {
+        switch (side->shape[PC_SEALED].reading) {
+#define PC_DECODE(reading) \
+    case PC_READ_##reading: V(decode_row)(PC_READ_##reading, run, t, work, out); return;
+            PC_DENSE_AND_GROUPED(PC_DECODE)
+            PC_DECODE(CHANNELS)
+#undef PC_DECODE
+        default: break;
+        }
+    }
+    if (pc_format_of(g->code).packing == PC_PACK_DENSE) {
+        V(widen)(g->code, data, g->head_dim, work->row);
+    } else {
+        const pc_address at = {0, run->scales[t] - data};
+        pc_decode_at(g, data, at, work->row);
+    }
+    memset(work->row + g->head_dim, 0, (size_t)(side->padded - g->head_dim) * sizeof *work->row);
+    V(bring_in_order)(side, work->row, 1.0f, out, PC_PAIR);
+}
+
+/* Make the run at hand ready for the kernels: work->tile and work->reading. `direct`: rows are to
+ * be read as they are stored where that can be, as few query rows want them. */
+PC_FUNCTION void V(prepare_run)(const pc_run *run, int direct, pc_work *work) {
+    const pc_side *const side = run->side;
+    const pc_row_shape *const shape = &side->shape[run->where];
+    pc_tile *const tile = &work->tile;
+    int64_t t;
+    if (run->where == PC_SEALED && pc_is_grouped(shape->reading)) {
+        V(take_scales)(run, work);
+    } else if (run->where == PC_SEALED && shape->reading == PC_READ_CHANNELS) {
+        V(take_channels)(side, run->scales[0], work);
+    }
+    tile->data = run->data;
+    if (direct && run->where == PC_SEALED && shape->reading != PC_READ_OTHER) {
+        work->reading = shape->reading;
+        tile->step = shape->step;
+        tile->pairs = shape->values / PC_PAIR;
+        tile->rest = shape->values % PC_PAIR;
+    } else {
+        for (t = 0; t < run->count; t++) {
+            float *const row = work->scratch + t * side->padded;
+            V(decode)(run, t, work, row);
+            work->decoded[t] = (const uint8_t *)(const void *)row;
+        }
+        for (; t < run->count + PC_SLACK; t++) {
+            work->decoded[t] = work->decoded[run->count - 1];
+        }
+        work->reading = PC_READ_FLOAT32;
+        tile->data = work->decoded;
+        tile->step = 4;
+        tile->pairs = side->padded / PC_PAIR;
+        tile->rest = 0;
+    }
+    tile->scales = work->scales;
+    tile->offsets = work->offsets;
+    tile->count = run->count;
+}
+
+/* Move the walk to its next tokens; 0 at its end. */
+PC_VECTOR int V(next_tokens)(pc_walk *walk) {
+    const pc_attend_plan *const plan = walk->plan;
+    while (walk->position >= walk->end) {
+        if (walk->side == &plan->k) {
+            walk->side = &plan->v;
+        } else if (walk->chunk + PC_CHUNK >= walk->keys.high) {
+            return 0;
+        } else {
+            walk->side = &plan->k;
+            walk->chunk += PC_CHUNK;
+        }
+        walk->position = walk->keys.low > walk->chunk ? walk->keys.low : walk->chunk;
+        walk->end = walk->chunk + PC_CHUNK;
+        walk->end = walk->end < walk->keys.high ? walk->end : walk->keys.high;
+    }
+    return 1;
+}
+
+/* Addresses of the next tokens, for the first head of the unit; 0 tokens at the end of the walk. */
+PC_FUNCTION void V(find_tokens)(pc_walk *walk, pc_run *run) {
+    int64_t count = 0, i;
+    run->count = 0;
+    if (!V(next_tokens)(walk)) {
+        return;
+    }
+    const pc_side *const side = walk->side;
+    const pc_space *const space = side->kv->space;
+    const int64_t block_size = space->geometry[PC_SEALED].block_size;
+    int64_t index = walk->position / block_size;
+    int64_t offset = walk->position - index * block_size;
+    run->side = side;
+    run->chunk = walk->chunk;
+    run->first = walk->position;
+    run->head = 0;
+    while (count < PC_RUN && walk->position < walk->end) {
+        const int64_t place = walk->places[index];
+        const int where = pc_where_is(space, place);
+        const pc_geometry *const g = &space->geometry[where];
+        const pc_slab *const slab = &side->kv->slabs[where];
+        int64_t n = pc_between(block_size - offset, 0, walk->end - walk->position);
+        pc_address row, next;
+        if (count > 0 && (where != run->where || g->token_groups)) {
+            break;
+        }
+        run->where = where;
+        n = pc_between(n, 0, PC_RUN - count);
+        n = g->token_groups ? pc_between(n, 0, PC_GROUP - offset % PC_GROUP) : n;
+        row = next = pc_row_address(g, slab->block_stride, place, walk->first_head, offset);
+        if (n > 1) {
+            next = pc_row_address(g, slab->block_stride, place, walk->first_head, offset + 1);
+        }
+        row.data += side->shape[where].first;
+        next.data += side->shape[where].first;
+        for (i = 0; i < n; i++) {
+            run->data[count + i] = slab->base + row.data + i * (next.data - row.data);
+            run->scales[count + i] = slab->base + row.scales + i * (next.scales - row.scales);
+        }
+        count += n;
+        walk->position += n;
+        offset = 0;
+        index++;
+    }
+    for (i = count; i < PC_RUN + PC_SLACK; i++) {
+        run->data[i] = run->data[count - 1];
+        run->scales[i] = run->scales[count - 1];
+    }
+    run->count = count;
+}
+
+/* The run behind `run`: the same tokens of the next head, or the next tokens of the first one. */
+PC_FUNCTION void V(find_run)(pc_walk *walk, const pc_run *run, pc_run *next) {
+    if (run->head + 1 >= walk->num_heads) {
+        V(find_tokens)(walk, next);
+        return;
+    }
+    const pc_geometry *const g = &run->side->kv->space->geometry[run->where];
+    const pc_address here = pc_row_address(g, 0, 0, walk->first_head + run->head, 0);
+    const pc_address there = pc_row_address(g, 0, 0, walk->first_head + run->head + 1, 0);
+    const int64_t data = there.data - here.data, scales = there.scales - here.scales;
+    next->side = run->side;
+    next->chunk = run->chunk;
+    next->first = run->first;
+    next->count = run->count;
+    next->head = run->head + 1;
+    next->where = run->where;
+    for (int64_t i = 0; i < PC_RUN + PC_SLACK; i++) {
+        next->data[i] = run->data[i] + data;
+        next->scales[i] = run->scales[i] + scales;
+    }
+}
+
+/* Begin to walk through keys low … high - 1 of what the unit's rows have. */
+PC_FUNCTION void V(start_walk)(const pc_attend_plan *plan, const pc_unit *unit, pc_range keys,
+                               pc_work *work) {
+    pc_walk *const walk = &work->walk;
+    walk->plan = plan;
+    walk->places = plan->call->places + plan->call->indptr[unit->seq];
+    walk->first_head = unit->first_head;
+    walk->num_heads = unit->num_heads;
+    walk->keys = keys;
+    walk->side = &plan->v;
+    walk->chunk = keys.low / PC_CHUNK * PC_CHUNK - PC_CHUNK;
+    walk->position = walk->end = 0;
+    work->at_hand = 0;
+    V(find_tokens)(walk, &work->runs[1]);
+}
+
+/* The next run, if it is of this side and chunk, made ready; else NULL. */
+PC_FUNCTION const pc_run *V(next_run)(const pc_side *side, int64_t chunk, int direct,
+                                      pc_work *work) {
+    pc_run *const run = &work->runs[!work->at_hand], *const behind = &work->runs[work->at_hand];
+    if (run->count == 0 || run->side != side || run->chunk != chunk) {
+        return NULL;
+    }
+    work->at_hand = !work->at_hand;
+    V(find_run)(&work->walk, run, behind);
+    work->tile.ahead = behind->data;
+    work->tile.ahead_scales = behind->scales;
+    work->tile.ahead_lines = 0;
+    if (behind->count > 0) {
+        const pc_geometry *const g = &behind->side->kv->space->geometry[behind->where];
+        work->tile.ahead_lines = pc_divide_up(g->row_data_nbytes, 64);
+        for (int64_t i = 0; i < g->channel_nbytes; i += 64) {
+            PC_PREFETCH(behind->scales[0] + i);
+        }
+    }
+    V(prepare_run)(run, direct, work);
+    return run;
+}
+
+#endif

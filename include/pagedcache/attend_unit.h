@@ -1,0 +1,351 @@
+/*
+ * One unit of a call: scores, softmax and results of a tile of queries of one KV head, part by
+ * part. Included once per instruction set, by attend_isa.h.
+ *
+ * No arithmetic touches a key that a query must not see: where the rows of a slice have different
+ * keys, scores outside a row's range are left lying, and values outside it are not multiplied.
+ */
+#ifdef PC_ISA
+
+PC_VECTOR pc_range V(cut)(pc_range keys, int64_t low, int64_t high) {
+    keys.low = keys.low > low ? keys.low : low;
+    keys.high = keys.high < high ? keys.high : high;
+    return keys;
+}
+
+/* The run's tile for the tokens of `keys`, all of them in the run. What is ahead is fetched once:
+ * by the first tile that has all tokens of the run. */
+PC_VECTOR pc_tile V(part_of_run)(const pc_run *run, pc_range keys, pc_work *work) {
+    pc_tile tile = work->tile;
+    tile.data += keys.low - run->first;
+    tile.scales += keys.low - run->first;
+    tile.offsets += keys.low - run->first;
+    tile.count = keys.high - keys.low;
+    tile.ahead += keys.low - run->first;
+    tile.ahead_scales += keys.low - run->first;
+    work->tile.ahead_lines = 0;
+    return tile;
+}
+
+/* Queries of a slice times the scales of the run's channels, and their products with the offsets:
+ * so that q · k is a sum over the stored numbers. */
+PC_FUNCTION void V(fold_channels)(const float *q, int64_t rows, int64_t padded, pc_work *work) {
+    const float *scales = work->channels, *offsets = scales + padded;
+    float *folded = work->folded;
+    vf sums[PC_ROWS];
+    float lanes[PC_WIDTH];
+    int64_t i, m;
+    for (m = 0; m < PC_ROWS; m++) {
+        sums[m] = V(all)(0.0f);
+    }
+    for (i = 0; i < padded; i += PC_PAIR, scales += PC_PAIR, offsets += PC_PAIR) {
+        const vf sa = V(load)(scales), sb = V(load)(scales + PC_WIDTH);
+        const vf oa = V(load)(offsets), ob = V(load)(offsets + PC_WIDTH);
+        for (m = 0; m < rows; m++, q += PC_PAIR, folded += PC_PAIR) {
+            const vf a = V(load)(q), b = V(load)(q + PC_WIDTH);
+            V(store)(folded, a * sa);
+            V(store)(folded + PC_WIDTH, b * sb);
+            sums[m] = V(fma)(a, oa, V(fma)(b, ob, sums[m]));
+        }
+    }
+    for (m = 0; m < rows; m++) {
+        V(store)(lanes, sums[m]);
+        work->bias[m] = 0.0f;
+        for (i = 0; i < PC_WIDTH; i++) {
+            work->bias[m] += lanes[i];
+        }
+    }
+}
+
+/* Scores of the rows from `row` on with the keys of `keys`, which are in the run. */
+PC_FUNCTION void V(score_slice)(const pc_attend_plan *plan, const pc_run *run, int64_t row,
+                                int64_t rows, pc_range keys, int64_t start, pc_work *work) {
+    pc_tile tile = V(part_of_run)(run, keys, work);
+    const int channels = work->reading == PC_READ_CHANNELS;
+    tile.in = work->q + row * plan->k.padded;
+    tile.out = work->scores + row * PC_SCORE_STRIDE + (keys.low - start);
+    if (channels) {
+        V(fold_channels)(tile.in, rows, plan->k.padded, work);
+        tile.in = work->folded;
+    }
+    V(run_score)(work->reading, rows, &tile);
+    for (int64_t m = 0; channels && m < rows; m++) {
+        float *const scores = tile.out + m * PC_SCORE_STRIDE;
+        for (int64_t t = 0; t < tile.count; t++) {
+            scores[t] += work->bias[m];
+        }
+    }
+}
+
+/* Weights times scales, to work->weights; weights times offsets are added up in work->shifts, a
+ * vector per row and group: so that p · v is a sum over the stored numbers. */
+PC_FUNCTION void V(fold_scales)(const pc_tile *tile, int64_t row, int64_t rows, int64_t groups,
+                                int has_offsets, pc_work *work) {
+    const int64_t whole = tile->count / PC_WIDTH * PC_WIDTH, left = tile->count - whole;
+    int64_t g, m, t;
+    for (g = 0; g < groups; g++) {
+        const float *const scales = tile->scales + g * PC_SCALE_STRIDE;
+        const float *const offsets = tile->offsets + g * PC_SCALE_STRIDE;
+        for (m = 0; m < rows; m++) {
+            const float *const p = tile->in + m * PC_SCORE_STRIDE;
+            float *const out = work->weights + (g * PC_ROWS + m) * PC_WEIGHT_STRIDE;
+            float *const shift = work->shifts + ((row + m) * groups + g) * PC_WIDTH;
+            vf sum = V(load)(shift);
+            for (t = 0; t < whole; t += PC_WIDTH) {
+                V(store)(out + t, V(load)(p + t) * V(load)(scales + t));
+                sum = has_offsets ? V(fma)(V(load)(p + t), V(load)(offsets + t), sum) : sum;
+            }
+            V(store)(shift, sum);
+            if (left > 0) { /* what stands behind the last token may be anything */
+                V(store)(out + t, V(load)(p + t) * V(load)(scales + t));
+                for (t = 0; has_offsets && t < left; t++) {
+                    shift[t] += p[whole + t] * offsets[whole + t];
+                }
+            }
+        }
+    }
+}
+
+/* Add weights · values to the sums of the rows from `row` on, for `keys`, which are in the run. */
+PC_FUNCTION void V(mix_slice)(const pc_attend_plan *plan, const pc_run *run, int64_t row,
+                              int64_t rows, pc_range keys, int64_t start, pc_work *work,
+                              float *sums) {
+    const pc_row_shape *const shape = &plan->v.shape[PC_SEALED];
+    pc_tile tile;
+    if (keys.low >= keys.high) {
+        return;
+    }
+    tile = V(part_of_run)(run, keys, work);
+    tile.in = work->scores + row * PC_SCORE_STRIDE + (keys.low - start);
+    if (pc_is_grouped(work->reading)) {
+        V(fold_scales)(&tile, row, rows, shape->values / PC_GROUP, shape->has_offsets, work);
+        tile.in = work->weights;
+    }
+    tile.out = sums + row * plan->v.padded;
+    tile.out_stride = plan->v.padded;
+    V(run_mix)(work->reading, rows, &tile);
+}
+
+/* Values of a slice of the run's head: where all rows have the keys at once, then what single rows
+ * have beside. */
+PC_FUNCTION void V(mix_rows)(const pc_attend_plan *plan, const pc_unit *unit, const pc_run *run,
+                             int64_t slice, int64_t rows, int64_t start, pc_work *work,
+                             float *sums) {
+    const int64_t group = plan->call->group, end = run->first + run->count;
+    const int64_t head = run->head * unit->head_rows;
+    const pc_range first = work->ranges[slice / group];
+    const pc_range last = work->ranges[(slice + rows - 1) / group];
+    pc_range shared = {last.low, first.high}, keys;
+    if (shared.low >= shared.high) { /* none: each row has all of its own */
+        shared.low = shared.high = first.high;
+    }
+    V(mix_slice)(plan, run, head + slice, rows, V(cut)(shared, run->first, end), start, work, sums);
+    for (int64_t r = slice; r < slice + rows; r++) {
+        keys = V(cut)(work->ranges[r / group], run->first, end);
+        V(mix_slice)(plan, run, head + r, 1, V(cut)(keys, start, shared.low), start, work, sums);
+        V(mix_slice)(plan, run, head + r, 1, V(cut)(keys, shared.high, INT64_MAX), start, work,
+                     sums);
+    }
+}
+
+/* Turn the scores of the unit's rows into weights. */
+PC_FUNCTION void V(weigh_rows)(const pc_attend_plan *plan, const pc_unit *unit, int64_t start,
+                               pc_work *work, pc_partial *to) {
+    const pc_attend_call *const call = plan->call;
+    for (int64_t r = 0; r < unit->num_rows; r++) {
+        const pc_range keys = work->ranges[r % unit->head_rows / call->group];
+        const int64_t n = keys.high - keys.low;
+        float *const scores = work->scores + r * PC_SCORE_STRIDE + (keys.low - start);
+        to->peaks[r] = -INFINITY;
+        to->masses[r] = 0.0f;
+        if (n > 0) {
+            if (call->soft_cap > 0.0f) {
+                V(cap_scores)(scores, n, call->soft_cap * PC_LOG2_E);
+            }
+            to->peaks[r] = V(weigh)(scores, n, &to->masses[r]);
+        }
+    }
+}
+
+/* Add what the offsets of a group came to, the sum of the lanes, to its values. */
+PC_VECTOR void V(add_shift)(const float *lanes, float *sums) {
+    float shift = 0.0f;
+    for (int i = 0; i < PC_WIDTH; i++) {
+        shift += lanes[i];
+    }
+    for (int i = 0; i < PC_GROUP; i += PC_WIDTH) {
+        V(store)(sums + i, V(load)(sums + i) + V(all)(shift));
+    }
+}
+
+/* The results of the unit's rows over keys start … start + PC_CHUNK - 1. */
+PC_FUNCTION void V(attend_chunk)(const pc_attend_plan *plan, const pc_unit *unit, int64_t start,
+                                 pc_work *work, pc_partial *to) {
+    const pc_attend_call *const call = plan->call;
+    const int64_t group = call->group, rows = unit->head_rows;
+    const int few = rows <= PC_FEW_ROWS;
+    const int mix_few = few && plan->v.shape[PC_SEALED].reading != PC_READ_CHANNELS;
+    const pc_row_shape *const shape = &plan->v.shape[PC_SEALED];
+    const int64_t groups =
+        shape->has_offsets && pc_is_grouped(shape->reading) ? shape->values / PC_GROUP : 0;
+    const pc_run *run;
+    int64_t i, r, n;
+    for (i = 0; i < unit->num_queries; i++) {
+        const pc_range keys = pc_keys_of(call, unit->seq, unit->first_query + i);
+        work->ranges[i] = V(cut)(keys, start, start + PC_CHUNK);
+    }
+    while ((run = V(next_run)(&plan->k, start, few, work)) != NULL) {
+        for (r = 0; r < rows; r += n) {
+            pc_range keys = {work->ranges[r / group].low, 0};
+            n = pc_slice_rows(group, rows, r);
+            keys.high = work->ranges[(r + n - 1) / group].high;
+            keys = V(cut)(keys, run->first, run->first + run->count);
+            if (keys.low < keys.high) {
+                V(score_slice)(plan, run, run->head * rows + r, n, keys, start, work);
+            }
+        }
+    }
+    V(weigh_rows)(plan, unit, start, work, to);
+    memset(to->sums, 0, (size_t)(unit->num_rows * plan->v.padded) * sizeof *to->sums);
+    memset(work->shifts, 0, (size_t)(unit->num_rows * groups * PC_WIDTH) * sizeof *work->shifts);
+    while ((run = V(next_run)(&plan->v, start, mix_few, work)) != NULL) {
+        for (r = 0; r < rows; r += n) {
+            n = pc_slice_rows(group, rows, r);
+            V(mix_rows)(plan, unit, run, r, n, start, work, to->sums);
+        }
+    }
+    for (r = 0; r < unit->num_rows * groups; r++) {
+        V(add_shift)(work->shifts + r * PC_WIDTH,
+                     to->sums + r / groups * plan->v.padded + r % groups * PC_GROUP);
+    }
+}
+
+/* 2^x of one x <= 0, as for vectors. */
+PC_VECTOR float V(exp2_of)(float x) {
+    float lanes[PC_WIDTH];
+    V(store)(lanes, V(exp2)(V(all)(x)));
+    return lanes[0];
+}
+
+/* Add what keys further on gave to what those before them gave. */
+PC_FUNCTION void V(add_partial)(const pc_attend_plan *plan, int64_t rows, pc_partial *to,
+                                const pc_partial *more) {
+    const int64_t padded = plan->v.padded;
+    for (int64_t r = 0; r < rows; r++) {
+        float *const sums = to->sums + r * padded;
+        const float *const others = more->sums + r * padded;
+        const float peak = to->peaks[r] > more->peaks[r] ? to->peaks[r] : more->peaks[r];
+        float mine, theirs;
+        if (more->masses[r] == 0.0f) {
+            continue;
+        }
+        mine = to->masses[r] == 0.0f ? 0.0f : V(exp2_of)(to->peaks[r] - peak);
+        theirs = V(exp2_of)(more->peaks[r] - peak);
+        to->peaks[r] = peak;
+        to->masses[r] = to->masses[r] * mine + more->masses[r] * theirs;
+        for (int64_t i = 0; i < padded; i += PC_WIDTH) {
+            const vf sum = V(load)(sums + i) * V(all)(mine);
+            V(store)(sums + i, V(fma)(V(load)(others + i), V(all)(theirs), sum));
+        }
+    }
+}
+
+/* The results of the unit's rows over one part. */
+PC_FUNCTION void V(attend_part)(const pc_attend_plan *plan, const pc_unit *unit, int64_t part,
+                                pc_work *work, pc_partial *to) {
+    const pc_seq_plan *const s = &plan->seqs[unit->seq];
+    const int64_t low = s->first_key + part * s->part_keys;
+    const pc_range tile =
+        pc_keys_of_tile(plan->call, unit->seq, unit->first_query, unit->num_queries);
+    int64_t start;
+    int any = 0;
+    for (start = low; start < low + s->part_keys; start += PC_CHUNK) {
+        if (start >= tile.high || start + PC_CHUNK <= tile.low) {
+            continue;
+        }
+        if (any) {
+            V(attend_chunk)(plan, unit, start, work, &work->chunk);
+            V(add_partial)(plan, unit->num_rows, to, &work->chunk);
+        } else {
+            V(attend_chunk)(plan, unit, start, work, to);
+        }
+        any = 1;
+    }
+    if (!any) {
+        for (int64_t r = 0; r < unit->num_rows; r++) {
+            to->peaks[r] = -INFINITY;
+            to->masses[r] = 0.0f;
+        }
+        memset(to->sums, 0, (size_t)(unit->num_rows * plan->v.padded) * sizeof *to->sums);
+    }
+}
+
+/* Results and log-sum-exp of all keys, the sinks beside them. */
+PC_FUNCTION void V(finish)(const pc_attend_plan *plan, const pc_unit *unit, int64_t first_query,
+                           pc_partial *all, pc_work *work) {
+    const pc_attend_call *const call = plan->call;
+    for (int64_t r = 0; r < unit->num_rows; r++) {
+        const pc_row_of row = pc_row_number(call, unit, r);
+        const int64_t query = first_query + row.query, head = row.head;
+        float *const sums = all->sums + r * plan->v.padded;
+        float mass = all->masses[r], peak = all->peaks[r];
+        if (call->sinks != NULL && call->sinks[head] > -INFINITY) {
+            const float sink = call->sinks[head] * PC_LOG2_E;
+            if (mass == 0.0f) {
+                peak = sink;
+                mass = 1.0f;
+            } else if (sink <= peak) {
+                mass += V(exp2_of)(sink - peak);
+            } else {
+                const float factor = V(exp2_of)(peak - sink);
+                mass = mass * factor + 1.0f;
+                peak = sink;
+                for (int64_t i = 0; i < plan->v.padded; i++) {
+                    sums[i] *= factor;
+                }
+            }
+        }
+        V(put_result)(plan, sums, mass, query, head, work->row);
+        if (call->lse != NULL) {
+            call->lse[query * call->num_q_heads + head] =
+                mass == 0.0f ? -INFINITY
+                             : (float)(((double)peak + pc_log2(mass)) * 0.693147180559945309417);
+        }
+    }
+}
+
+PC_FUNCTION void V(attend_unit)(const pc_attend_plan *plan, int64_t number, pc_work *work) {
+    const pc_unit unit = pc_unit_of(plan, number);
+    const pc_seq_plan *const s = &plan->seqs[unit.seq];
+    const int64_t first_query = s->first_query + unit.first_query;
+    const pc_range keys = pc_keys_of_tile(plan->call, unit.seq, unit.first_query, unit.num_queries);
+    int64_t part;
+    V(take_queries)(plan, &unit, first_query, work);
+    V(start_walk)(plan, &unit,
+                  V(cut)(keys, s->first_key + unit.first_part * s->part_keys,
+                         s->first_key + unit.end_part * s->part_keys),
+                  work);
+    if (unit.group < 0) {
+        V(attend_part)(plan, &unit, 0, work, &work->all);
+        for (part = 1; part < s->num_parts; part++) {
+            V(attend_part)(plan, &unit, part, work, &work->part);
+            V(add_partial)(plan, unit.num_rows, &work->all, &work->part);
+        }
+        V(finish)(plan, &unit, first_query, &work->all, work);
+        return;
+    }
+    for (part = unit.first_part; part < unit.end_part; part++) {
+        pc_partial kept = pc_kept(plan, &unit, part);
+        V(attend_part)(plan, &unit, part, work, &kept);
+    }
+    if (pc_count_down(&plan->left[unit.group]) == 0) {
+        pc_partial all = pc_kept(plan, &unit, 0);
+        for (part = 1; part < s->num_parts; part++) {
+            const pc_partial kept = pc_kept(plan, &unit, part);
+            V(add_partial)(plan, unit.num_rows, &all, &kept);
+        }
+        V(finish)(plan, &unit, first_query, &all, work);
+    }
+}
+
+#endif

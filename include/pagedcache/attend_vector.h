@@ -1,0 +1,347 @@
+/*
+ * Vectors of PC_WIDTH float32 for the attention kernels: the few operations in which instruction
+ * sets differ. Included once per instruction set, by attend_isa.h; everything built on it is the
+ * same text for all.
+ *
+ * PC_ISA: suffix of all names; PC_WIDTH: 16 (AVX-512), 8 (AVX2 with FMA and F16C), 4 (SSE2, NEON)
+ * or 1 (any compiler); PC_TARGET: attribute of functions that may use the instructions.
+ */
+#ifdef PC_ISA
+
+enum { V(width) = PC_WIDTH };
+
+#if PC_WIDTH == 1
+typedef float vf;
+typedef uint32_t vi;
+#else
+typedef float vf __attribute__((vector_size(4 * PC_WIDTH)));
+typedef uint32_t vi __attribute__((vector_size(4 * PC_WIDTH)));
+#endif
+
+PC_VECTOR vf V(load)(const float *from) {
+    vf v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+PC_VECTOR vi V(load_bits)(const uint8_t *from) {
+    vi v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+PC_VECTOR void V(store)(float *to, vf v) {
+    memcpy(to, &v, sizeof v);
+}
+
+/* The same bits as the other type. */
+PC_VECTOR vf V(as_float)(vi bits) {
+    vf v;
+    memcpy(&v, &bits, sizeof v);
+    return v;
+}
+
+PC_VECTOR vi V(as_bits)(vf value) {
+    vi v;
+    memcpy(&v, &value, sizeof v);
+    return v;
+}
+
+#if PC_WIDTH == 16
+
+PC_VECTOR vf V(all)(float x) {
+    return (vf)_mm512_set1_ps(x);
+}
+
+/* a * b + c, in one rounding where the machine can. */
+PC_VECTOR vf V(fma)(vf a, vf b, vf c) {
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+
+/* The greater; b where one is NaN. */
+PC_VECTOR vf V(max)(vf a, vf b) {
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+}
+
+/* All bits of the lanes in which a < b. */
+PC_VECTOR vi V(below)(vf a, vf b) {
+    return (vi)(a < b);
+}
+
+PC_VECTOR vf V(half)(const uint8_t *from) {
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)from));
+}
+
+PC_VECTOR vf V(int8)(const uint8_t *from) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)from);
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+
+/* The low and the high halves of PC_WIDTH bytes, less 8: numbers -8 … 7. */
+PC_VECTOR void V(nibbles)(const uint8_t *from, vf *low, vf *high) {
+    const __m512 numbers = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)from));
+    *low = (vf)_mm512_permutexvar_ps(x, numbers); /* by the lowest 4 bits */
+    *high = (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(x, 4), numbers);
+}
+
+/* PC_WIDTH bfloat16 in their order. */
+PC_VECTOR vf V(bfloat)(const uint8_t *from) {
+    const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)from);
+    return (vf)_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+
+/* 2 * PC_WIDTH pairs of float16: the first and the second ones of the even and of the odd pairs. */
+PC_VECTOR void V(half_pairs)(const uint8_t *from, vf *first, vf *second) {
+    const __m512i x = _mm512_loadu_si512(from), y = _mm512_loadu_si512(from + 64);
+    const __m512i even =
+        _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    for (int i = 0; i < 2; i++) {
+        const __m512i pairs =
+            _mm512_permutex2var_epi32(x, _mm512_add_epi32(even, _mm512_set1_epi32(i)), y);
+        first[i] = (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs));
+        second[i] = (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+    }
+}
+
+/* PC_WIDTH pairs of float16: the first and the second ones. */
+PC_VECTOR void V(split_halves)(const uint8_t *from, vf *first, vf *second) {
+    const __m512i pairs = _mm512_loadu_si512(from);
+    *first = (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs));
+    *second = (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+}
+
+/* Four rows of four float32, byte `skip` of each on, into columns `stride` apart. */
+PC_VECTOR void V(transpose)(const uint8_t *const *rows, int64_t skip, float *to, int64_t stride) {
+    __m128 a = _mm_loadu_ps((const float *)(const void *)(rows[0] + skip));
+    __m128 b = _mm_loadu_ps((const float *)(const void *)(rows[1] + skip));
+    __m128 c = _mm_loadu_ps((const float *)(const void *)(rows[2] + skip));
+    __m128 d = _mm_loadu_ps((const float *)(const void *)(rows[3] + skip));
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_storeu_ps(to, a);
+    _mm_storeu_ps(to + stride, b);
+    _mm_storeu_ps(to + 2 * stride, c);
+    _mm_storeu_ps(to + 3 * stride, d);
+}
+
+/* out[i] is the sum over the lanes of sums[i]. */
+PC_VECTOR void V(add_up)(const vf *sums, float *out) {
+    __m512 a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++) {
+        const __m512 x = (__m512)sums[i], y = (__m512)sums[i + 8];
+        a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xEE));
+    }
+    for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88),
+                             _mm512_shuffle_f32x4(a[i], a[i + 4], 0xDD));
+    }
+    for (int i = 0; i < 2; i++) {
+        c[i] = _mm512_add_ps(_mm512_unpacklo_ps(b[2 * i], b[2 * i + 1]),
+                             _mm512_unpackhi_ps(b[2 * i], b[2 * i + 1]));
+    }
+    const __m512 low = _mm512_shuffle_ps(c[0], c[1], 0x44);
+    const __m512 high = _mm512_shuffle_ps(c[0], c[1], 0xEE);
+    const __m512 all = _mm512_add_ps(low, high); /* quarters: sums 0-3, 8-11, 4-7, 12-15 */
+    _mm512_storeu_ps(out, _mm512_shuffle_f32x4(all, all, 0xD8));
+}
+
+#elif PC_WIDTH == 8
+
+PC_VECTOR vf V(all)(float x) {
+    return (vf)_mm256_set1_ps(x);
+}
+
+PC_VECTOR vf V(fma)(vf a, vf b, vf c) {
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+
+PC_VECTOR vf V(max)(vf a, vf b) {
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+}
+
+PC_VECTOR vi V(below)(vf a, vf b) {
+    return (vi)(a < b);
+}
+
+PC_VECTOR vf V(half)(const uint8_t *from) {
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
+}
+
+PC_VECTOR vf V(int8)(const uint8_t *from) {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)from);
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
+
+PC_VECTOR void V(nibbles)(const uint8_t *from, vf *low, vf *high) {
+    const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)from));
+    const __m256i eight = _mm256_set1_epi32(8);
+    const __m256i low4 = _mm256_and_si256(x, _mm256_set1_epi32(15));
+    *low = (vf)_mm256_cvtepi32_ps(_mm256_sub_epi32(low4, eight));
+    *high = (vf)_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(x, 4), eight));
+}
+
+PC_VECTOR vf V(bfloat)(const uint8_t *from) {
+    const __m128i x = _mm_loadu_si128((const __m128i *)(const void *)from);
+    return (vf)_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+}
+
+PC_VECTOR void V(half_pairs)(const uint8_t *from, vf *first, vf *second) {
+    uint8_t low[2][16], high[2][16];
+    for (int i = 0; i < 8; i++) {
+        for (int j = 0; j < 2; j++) {
+            memcpy(low[j] + 2 * i, from + 8 * i + 4 * j, 2);
+            memcpy(high[j] + 2 * i, from + 8 * i + 4 * j + 2, 2);
+        }
+    }
+    for (int j = 0; j < 2; j++) {
+        first[j] = V(half)(low[j]);
+        second[j] = V(half)(high[j]);
+    }
+}
+
+PC_VECTOR void V(split_halves)(const uint8_t *from, vf *first, vf *second) {
+    const __m256i pairs = _mm256_loadu_si256((const __m256i *)(const void *)from);
+    const __m256i low = _mm256_and_si256(pairs, _mm256_set1_epi32(0xFFFF));
+    const __m256i high = _mm256_srli_epi32(pairs, 16);
+    /* 4 + 4 words of each in every half; the middle quarters change places */
+    const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);
+    *first = (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(both));
+    *second = (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(both, 1));
+}
+
+PC_VECTOR void V(transpose)(const uint8_t *const *rows, int64_t skip, float *to, int64_t stride) {
+    __m128 a = _mm_loadu_ps((const float *)(const void *)(rows[0] + skip));
+    __m128 b = _mm_loadu_ps((const float *)(const void *)(rows[1] + skip));
+    __m128 c = _mm_loadu_ps((const float *)(const void *)(rows[2] + skip));
+    __m128 d = _mm_loadu_ps((const float *)(const void *)(rows[3] + skip));
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_storeu_ps(to, a);
+    _mm_storeu_ps(to + stride, b);
+    _mm_storeu_ps(to + 2 * stride, c);
+    _mm_storeu_ps(to + 3 * stride, d);
+}
+
+PC_VECTOR void V(add_up)(const vf *sums, float *out) {
+    __m256 a[4], b[2];
+    for (int i = 0; i < 4; i++) {
+        const __m256 x = (__m256)sums[i], y = (__m256)sums[i + 4];
+        a[i] =
+            _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+    }
+    for (int i = 0; i < 2; i++) {
+        b[i] = _mm256_add_ps(_mm256_unpacklo_ps(a[2 * i], a[2 * i + 1]),
+                             _mm256_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+    }
+    _mm256_storeu_ps(out, _mm256_add_ps(_mm256_shuffle_ps(b[0], b[1], 0x44),
+                                        _mm256_shuffle_ps(b[0], b[1], 0xEE)));
+}
+
+#else /* every compiler: SSE2 and NEON in a few places */
+
+PC_VECTOR vf V(all)(float x) {
+    vf v;
+    for (int i = 0; i < PC_WIDTH; i++) {
+        memcpy((char *)&v + 4 * i, &x, 4);
+    }
+    return v;
+}
+
+PC_VECTOR vf V(fma)(vf a, vf b, vf c) {
+#if defined(__ARM_NEON) && PC_WIDTH == 4
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+PC_VECTOR vi V(below)(vf a, vf b) {
+#if PC_WIDTH == 1
+    return a < b ? UINT32_MAX : 0u;
+#else
+    return (vi)(a < b);
+#endif
+}
+
+PC_VECTOR vf V(max)(vf a, vf b) {
+    const vi below = V(below)(b, a);
+    return V(as_float)((below & V(as_bits)(a)) | (~below & V(as_bits)(b)));
+}
+
+PC_VECTOR vf V(half)(const uint8_t *from) {
+    float x[PC_WIDTH];
+    for (int i = 0; i < PC_WIDTH; i++) {
+        x[i] = pc_load_half(from + 2 * i);
+    }
+    return V(load)(x);
+}
+
+PC_VECTOR vf V(int8)(const uint8_t *from) {
+    float x[PC_WIDTH];
+    for (int i = 0; i < PC_WIDTH; i++) {
+        x[i] = (float)(int8_t)from[i];
+    }
+    return V(load)(x);
+}
+
+PC_VECTOR void V(nibbles)(const uint8_t *from, vf *low, vf *high) {
+    float x[PC_WIDTH], y[PC_WIDTH];
+    for (int i = 0; i < PC_WIDTH; i++) {
+        x[i] = (float)((from[i] & 15) - 8);
+        y[i] = (float)((from[i] >> 4) - 8);
+    }
+    *low = V(load)(x);
+    *high = V(load)(y);
+}
+
+PC_VECTOR vf V(bfloat)(const uint8_t *from) {
+    float x[PC_WIDTH];
+    for (int i = 0; i < PC_WIDTH; i++) {
+        uint16_t bits;
+        memcpy(&bits, from + 2 * i, 2);
+        x[i] = pc_bfloat_to_float(bits);
+    }
+    return V(load)(x);
+}
+
+PC_VECTOR void V(half_pairs)(const uint8_t *from, vf *first, vf *second) {
+    uint8_t halves[2 * PC_WIDTH];
+    for (int j = 0; j < 4; j++) {
+        for (int i = 0; i < PC_WIDTH; i++) {
+            memcpy(halves + 2 * i, from + 8 * i + 2 * j, 2);
+        }
+        *(j % 2 ? &second[j / 2] : &first[j / 2]) = V(half)(halves);
+    }
+}
+
+PC_VECTOR void V(split_halves)(const uint8_t *from, vf *first, vf *second) {
+    uint8_t halves[2][2 * PC_WIDTH];
+    for (int i = 0; i < PC_WIDTH; i++) {
+        memcpy(halves[0] + 2 * i, from + 4 * i, 2);
+        memcpy(halves[1] + 2 * i, from + 4 * i + 2, 2);
+    }
+    *first = V(half)(halves[0]);
+    *second = V(half)(halves[1]);
+}
+
+PC_VECTOR void V(transpose)(const uint8_t *const *rows, int64_t skip, float *to, int64_t stride) {
+    for (int i = 0; i < 4; i++) {
+        for (int j = 0; j < 4; j++) {
+            memcpy(to + j * stride + i, rows[i] + skip + 4 * j, 4);
+        }
+    }
+}
+
+PC_VECTOR void V(add_up)(const vf *sums, float *out) {
+    float x[PC_WIDTH][PC_WIDTH];
+    memcpy(x, sums, sizeof x);
+    for (int i = 0; i < PC_WIDTH; i++) {
+        out[i] = x[i][0];
+        for (int j = 1; j < PC_WIDTH; j++) {
+            out[i] += x[i][j];
+        }
+    }
+}
+
+#endif
+
+#endif
