@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import devicekit
 import torch
 import transformers
 
@@ -127,7 +128,9 @@ def pool_for(
     model: Any, num_blocks: int = 96, kv_format: Any = "float32", **options: Any
 ) -> Iterator[pc.PagedKVCache]:
     """A pool that must be whole and empty again at the end."""
-    with pc.PagedKVCache(spec_for(model, kv_format, **options), num_blocks) as pool:
+    spec = spec_for(model, kv_format, **options)
+    device = devicekit.placement(spec.num_layers)  # PAGEDCACHE_TEST_DEVICE; the model is on the CPU
+    with pc.PagedKVCache(spec, num_blocks, device=device) as pool:
         yield pool
         whole(pool, empty=True)
 

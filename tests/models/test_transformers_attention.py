@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import devicekit
 import torch
 import transformerskit as kit
 from transformers import DynamicCache
@@ -36,6 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
+@devicekit.cpu_memory("a model on the CPU reads pages of the CPU")
 @pytest.mark.parametrize("family", list(kit.FAMILIES))
 @pytest.mark.parametrize("rows", [1, 3])
 def test_pages_are_read_and_nothing_is_gathered(
@@ -111,6 +113,7 @@ def test_a_mask_of_another_cache_is_not_taken_for_this_one(calls: dict[str, int]
         assert calls["attend"] == 0
 
 
+@devicekit.cpu_memory("a model on the CPU reads pages of the CPU")
 @pytest.mark.parametrize("change", ["holes", "right", "4d", "dropout"])
 def test_what_pages_cannot_express_is_gathered(change: str, calls: dict[str, int]) -> None:
     model, plain = kit.model_of("llama", "pagedcache"), kit.model_of("llama", "eager")

@@ -43,14 +43,20 @@ def paged_attention(
     """Attention of one layer: ``query`` ``[rows, heads, new, head_dim]`` -> ``(output, None)``,
     output ``[rows, new, heads, head_dim]`` of the query's dtype.
 
-    The form is that of transformers' ``AttentionInterface``. With ``dropout``, a mask, or a
-    ``position_bias``, stand-ins are gathered and attention is computed on them.
+    The form is that of transformers' ``AttentionInterface``. With ``dropout``, a mask, a
+    ``position_bias``, or pages on another kind of device, stand-ins are gathered and attention is
+    computed on them.
     """
     window = kwargs.get("sliding_window")
     if type(key) is not PagedTensor or type(value) is not PagedTensor:
         return _dense(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     pages = key.pages
-    if attention_mask is None and not dropout and kwargs.get("position_bias") is None:
+    if (
+        attention_mask is None
+        and not dropout
+        and kwargs.get("position_bias") is None
+        and pages.rows.pool.layer_device(pages.layer).startswith(query.device.type)
+    ):
         out = torch.empty(
             (query.shape[0], query.shape[2], query.shape[1], query.shape[3]),
             dtype=query.dtype,

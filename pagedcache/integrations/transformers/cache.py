@@ -65,7 +65,7 @@ class PagedCache(Cache):
         if not isinstance(pool, PagedKVCache):
             kind = type(pool).__name__
             raise InvalidArgumentError(f"pool must be a PagedKVCache, got {kind}")
-        pool.slabs(0)  # a closed pool, or one without bytes of its own, refuses
+        pool._storage.nbytes  # noqa: B018 - a closed pool, or one without bytes, refuses here
         if model is not None:
             check_model(model, pool.spec)
         ids = None if input_ids is None else as_ids(input_ids)
