@@ -26,7 +26,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PC_CUDA_ABI 2
+#include "abi_attention.h"
+
+#define PC_CUDA_ABI 3
 
 #ifdef __cplusplus
 #define PC_CUDA_API extern "C" __attribute__((visibility("default")))
@@ -111,6 +113,18 @@ PC_CUDA_API int pc_cuda_find_nonfinite(const void *rows, int64_t token_stride, i
                                        int64_t value_stride, int dtype, int64_t num_tokens,
                                        int64_t num_heads, int64_t head_dim, uint64_t *first,
                                        void *stream);
+
+/* ---- attention ------------------------------------------------------------------------------- */
+
+/* sizes (host): bytes of pc_cuda_attention, of pc_cuda_attention_item, and of the partial results
+ * of one part and KV head. */
+PC_CUDA_API int pc_cuda_attend_sizes(int64_t head_dim, size_t *sizes);
+
+/* out = softmax(scale * q · k) · v for the items of a call (host), whose parts are added up by the
+ * CTA that is last: one launch. Everything the call points to is read when the kernel runs, so that
+ * a graph may be replayed with other items, places and queries. Head dimensions above 256 are
+ * refused (cudaErrorInvalidValue). */
+PC_CUDA_API int pc_cuda_attend(const pc_cuda_attention *call, void *stream);
 
 /* ---- blocks, in all slabs by one launch ------------------------------------------------------ */
 

@@ -22,6 +22,9 @@
 /* An array in shared memory; the emulation cannot spell it as a storage class. */
 #define PC_SHARED(type, name, count) __shared__ type name[count]
 
+/* The shared memory that the launch asked for. */
+#define PC_DYN_SHARED(type, name) extern __shared__ type name[]
+
 /* Start a kernel on a stream (NULL: the legacy default stream); returns a CUDA error code. */
 template <class... Parameters, class... Arguments>
 int pc_launch(void (*kernel)(Parameters...), dim3 grid, dim3 cta, size_t shared_nbytes,
