@@ -17,6 +17,8 @@ from pagedcache.storage.attention import AttentionOptions
 if TYPE_CHECKING:
     from pagedcache.spec import CacheSpec
 
+_MOST, _LEAST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+
 
 class Attention:
     """Mixin of ``PagedKVCache``: attention of queries to what sequences store."""
@@ -99,7 +101,7 @@ class Attention:
         counts = _q_lens(q_lens, len(arrays.q), len(states))
         ends = _lengths(lengths, states, layer, counts)
         firsts = _starts(starts, ends)
-        pin, indptr = self._ledger.pin_reads(states, ends)
+        pin, indptr = self._ledger.pin_reads(states, ends, layer)
         with pin:
             table = [np.array(each, np.int64) for each in (ends, counts, firsts)]
             storage.attend(layer, arrays, pin.places, indptr, *table, options, queue)
@@ -124,14 +126,14 @@ def _number(value: Any, name: str) -> float:
         except (TypeError, ValueError, OverflowError, RuntimeError):
             pass
         else:
-            if abs(number) <= np.finfo(np.float32).max:
+            if abs(number) <= _MOST:
                 return number
     raise InvalidArgumentError(f"{name} must be a number finite in float32, got {shown(value)}")
 
 
 def _above_zero(value: Any, name: str) -> float:
     number = _number(value, name)
-    if number < np.finfo(np.float32).tiny:
+    if number < _LEAST:
         raise InvalidArgumentError(f"{name} must be above 0, got {shown(value)}")
     return number
 

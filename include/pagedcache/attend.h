@@ -12,8 +12,8 @@
 
 #include "attend_isa.h"
 
-/* Chunks of keys below which waking a thread costs more than it gives. */
-#define PC_LEAST_SHARED_CHUNKS 4
+/* Multiplications below which waking a thread costs more than it gives. */
+#define PC_LEAST_SHARED_WORK 2e6
 
 typedef struct {
     const pc_attend_plan *plan;
@@ -79,7 +79,7 @@ PC_INLINE int pc_attend(const pc_attend_call *call, const pc_isa *isa, int threa
     pc_work measured;
     void *table_memory = NULL, *memory = NULL;
     uint8_t *at;
-    int64_t chunks, work_nbytes, works_nbytes, kept_nbytes, total;
+    int64_t work_nbytes, works_nbytes, kept_nbytes, total;
     int i, status = PC_E_MEMORY;
     memset(&plan, 0, sizeof plan);
     plan.call = call;
@@ -96,11 +96,8 @@ PC_INLINE int pc_attend(const pc_attend_call *call, const pc_isa *isa, int threa
     at += call->num_seqs * (int64_t)sizeof *plan.seqs;
     pc_side_order(&plan.k, isa, (int32_t *)(void *)at);
     pc_side_order(&plan.v, isa, (int32_t *)(void *)(at + 4 * plan.k.padded));
-    chunks = pc_divide(&plan, threads);
-    if (threads > 1 && chunks < PC_LEAST_SHARED_CHUNKS) {
-        threads = 1;
-        (void)pc_divide(&plan, threads);
-    }
+    threads = pc_work_of(call) < PC_LEAST_SHARED_WORK ? 1 : threads;
+    pc_divide(&plan, threads);
     threads = threads < plan.num_units ? threads : (int)plan.num_units;
     threads = threads < 1 ? 1 : threads;
     plan.decodes =

@@ -100,9 +100,25 @@ PC_INLINE int64_t pc_cut_keys(const pc_attend_call *call, int64_t seq, pc_seq_pl
     return chunks;
 }
 
-/* Fill plan->seqs (room for one per sequence) and the counts; threads > 0. Returns the chunks of
- * keys to be gone through, over all tiles and heads: the size of the work. */
-PC_INLINE int64_t pc_divide(pc_attend_plan *plan, int64_t threads) {
+/* Multiplications of the call, about: those with a row each of at least two queries, as reading and
+ * widening keys costs as much as that. */
+PC_INLINE double pc_work_of(const pc_attend_call *call) {
+    const double dims = (double)(call->k.space->geometry[PC_SEALED].head_dim +
+                                 call->v.space->geometry[PC_SEALED].head_dim);
+    double keys = 0.0;
+    int64_t seq;
+    for (seq = 0; seq < call->num_seqs; seq++) {
+        if (call->q_lens[seq] > 0) {
+            const pc_range all = pc_keys_of_tile(call, seq, 0, call->q_lens[seq]);
+            const int64_t rows = call->q_lens[seq] * call->group;
+            keys += (double)(all.high - all.low) * (double)(rows > 2 ? rows : 2);
+        }
+    }
+    return keys * dims * (double)(call->num_q_heads / call->group);
+}
+
+/* Fill plan->seqs (room for one per sequence) and the counts; threads > 0. */
+PC_INLINE void pc_divide(pc_attend_plan *plan, int64_t threads) {
     const pc_attend_call *const call = plan->call;
     const int64_t heads = call->num_q_heads / call->group;
     int64_t seq, query = 0, total = 0, share;
@@ -148,7 +164,6 @@ PC_INLINE int64_t pc_divide(pc_attend_plan *plan, int64_t threads) {
         plan->most_rows =
             pc_between(s->unit_heads * queries * call->group, plan->most_rows, INT64_MAX);
     }
-    return total;
 }
 
 /* Unit number `number`. The tiles of a sequence come last first: with causality those are larger.

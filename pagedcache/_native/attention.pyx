@@ -55,6 +55,9 @@ cdef extern from "pagedcache/attend.h" nogil:
 
 pc_start_threads()
 
+# Asked once: a virtual machine traps the instruction that asks.
+cdef int usable_isas = pc_usable_isas()
+
 #: Threads of one call at most.
 MOST_THREADS = PC_MOST_THREADS
 
@@ -64,7 +67,7 @@ def instruction_sets():
     counted from the first, this machine can run."""
     cdef int i, count = 0
     cdef const pc_isa *known = pc_isas(&count)
-    return [known[i].name.decode() for i in range(count)], pc_usable_isas()
+    return [known[i].name.decode() for i in range(count)], usable_isas
 
 
 cdef int check_sequences(Slabs slabs, const int32_t[::1] places, const int64_t[::1] indptr,
@@ -121,7 +124,7 @@ def attend(Slabs k, Slabs v, int64_t layer, q, out, int dtype, const int32_t[::1
         or k.space.num_blocks != v.space.num_blocks or k.space.num_open != v.space.num_open
     ):
         raise InvalidArgumentError("k and v are of two storages")
-    if not 0 <= isa < pc_usable_isas():
+    if not 0 <= isa < usable_isas:
         raise InvalidArgumentError(f"isa {isa} cannot run on this machine")
     if not 1 <= threads <= PC_MOST_THREADS:
         raise InvalidArgumentError(f"threads must be 1…{PC_MOST_THREADS}, got {threads}")
