@@ -256,7 +256,8 @@ __global__ void __launch_bounds__(PC_COLUMN_CTA, PC_COLUMN_CTAS)
                     pc_affine_nibble(values[0], affine[0].minimum, affine[0].inverse);
                 const uint32_t high =
                     pc_affine_nibble(values[1], affine[1].minimum, affine[1].inverse);
-                place.data[i * row_nbytes + spot.pair] = (uint8_t)(low | (both ? high << 4 : 0u));
+                /* A channel that is not there is zeros, and so are its quants. */
+                place.data[i * row_nbytes + spot.pair] = (uint8_t)(low | high << 4);
             }
         }
     }

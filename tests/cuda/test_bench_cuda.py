@@ -28,7 +28,7 @@ def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(capsys: Capture, *argv: str) -> list[dict[str, Any]]:
-    done = run(capsys, "bench", *argv, "--device", "cuda", "--tokens", "4", "-o", "json")
+    done = run(capsys, "bench", "--device", "cuda", "--tokens", "4", "-o", "json", *argv)
     assert (done.code, done.err) == (0, "")
     rows: list[dict[str, Any]] = done.json()
     for row in rows:
@@ -82,6 +82,29 @@ def test_block_rows(capsys: Capture) -> None:
     ] * 2  # fmt: skip
     # A block: 4 layers, K and V, 16 tokens of 8 heads x 128 values.
     assert [row["size"] for row in rows] == [131072 * 9 // 16] * 3 + [131072 * 2] * 3
+
+
+def test_rows_of_a_format_with_open_blocks(capsys: Capture) -> None:
+    """Parts of blocks are not copied; blocks are sealed and reopened; a decode step is stored in 16
+    bits, a prefill of a whole block is quantised."""
+    # SPEC F44
+    rows = bench(capsys, "blocks", "store", "--format", "q4k", "--tokens", "16")
+    blocks = [row for row in rows if row["op"] == "blocks"]
+    assert [row["variant"] for row in blocks] == [
+        "copy-on-write 1 block", "move 1 block", "seal 1 block", "reopen 1 block",
+    ]  # fmt: skip
+    # 4 layers, 16 tokens of 8 heads x 128 values; of K 4 bits and 4 bytes per channel.
+    nbytes = 65536 * (0.5 + 4 / 16) + 65536 * 0.625
+    assert {row["size"] for row in blocks} == {nbytes}
+    for row in blocks:
+        both = nbytes + (131072 * 2 if row["variant"][0] in "sr" else nbytes)
+        assert row["gbps_moved"] == pytest.approx(both / row["ns_per_item"], rel=2e-3)
+    for row in rows:
+        if row["op"] == "store":
+            values = 2 * 16 * 1024
+            stored = values * 2 if "decode" in row["variant"] else nbytes / 4
+            moved = row["size"] + stored
+            assert row["gbps_moved"] == pytest.approx(moved / row["ns_per_item"] / 16, rel=2e-3)
 
 
 def test_table_and_call_rows(capsys: Capture) -> None:

@@ -46,6 +46,17 @@ def scattered(cache: pagedcache.PagedKVCache, num_seqs: int, tokens_each: int) -
     ]
 
 
+def stored_nbytes(cache: pagedcache.PagedKVCache, count: int) -> int:
+    """Bytes that ``count`` tokens of one layer take where they are: all in open blocks (a decode
+    step) or all in quantised ones (a prefill of whole blocks)."""
+    spec = cache.spec
+    if cache.stats().open_blocks:
+        block = spec.layer_open_block_nbytes("k") + spec.layer_open_block_nbytes("v")
+    else:
+        block = spec.layer_block_nbytes("k") + spec.layer_block_nbytes("v")
+    return count * block // BLOCK_SIZE
+
+
 def make_rows(count: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """Random K and V ``[count, HEADS, HEAD_DIM]``."""
     k, v = np.random.default_rng(2).standard_normal((2, count, HEADS, HEAD_DIM), np.float32)
@@ -75,7 +86,7 @@ def _one(
         error = np.abs(got - k[:each].astype(np.float32)).max()
         if not error < 0.8:  # one step of a 4-bit format for values up to 5
             raise AssertionError(f"store of {name} reads back wrong by {error}: not timed")
-        stored = int(2 * count * HEADS * HEAD_DIM * cache.spec.k_format.bytes_per_value)
+        stored = stored_nbytes(cache, count)
         given = k.nbytes + v.nbytes
         plain, target = np.ones(given, np.uint8), np.empty(given, np.uint8)
         timers: dict[str, Timer] = {

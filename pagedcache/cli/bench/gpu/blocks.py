@@ -1,4 +1,5 @@
-"""Whole blocks: the copies of copy-on-write and of partial hits, the moves of defragmentation."""
+"""Whole blocks: the copies of copy-on-write and of partial hits, the moves of defragmentation, and
+open blocks that are sealed and reopened."""
 
 from __future__ import annotations
 
@@ -33,11 +34,22 @@ def _one(options: Options, machine: Machine, name: str, count: int) -> Iterator[
         whole, half = (np.full(count, rows, np.int32) for rows in (BLOCK_SIZE, BLOCK_SIZE // 2))
         moves = np.stack([src, dst], axis=1)
         size = count * cache.spec.block_nbytes
-        for what, moved, function in (
-            ("copy-on-write", 2 * size, partial(storage.copy_blocks, src, dst, whole, queue)),
-            ("copy half of", size, partial(storage.copy_blocks, src, dst, half, queue)),
+        copy = storage.copy_blocks
+        measured = [
+            ("copy-on-write", 2 * size, partial(copy, src, dst, whole, queue)),
             ("move", 2 * size, partial(storage.move_blocks, moves, queue)),
-        ):
+        ]
+        if cache.spec.k_format.group_axis != "tokens":  # of those no part can be copied
+            measured.insert(1, ("copy half of", size, partial(copy, src, dst, half, queue)))
+        if storage.num_open:
+            opened = storage.num_blocks + np.arange(count, dtype=np.int32)
+            both = size + count * cache.spec.open_block_nbytes
+            storage.fill_blocks(opened, 0x3C)  # finite values
+            measured += [
+                ("seal", both, partial(copy, opened, dst, whole, queue)),
+                ("reopen", both, partial(copy, dst, opened, whole, queue)),
+            ]
+        for what, moved, function in measured:
             timers = {"ours": machine.timer(function), "copy": machine.copy(moved // 2)}
             variant = f"{what} {count} block{'s' * (count > 1)}"
             yield from measure(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..rows import Options, Row, measure
-from ..store import BATCH, BLOCK_SIZE, HEAD_DIM, HEADS, SOURCES, make_cache, scattered
+from ..store import BATCH, BLOCK_SIZE, SOURCES, make_cache, scattered, stored_nbytes
 from .machine import Machine, check
 from .torch_peer import store_peer
 
@@ -45,7 +45,7 @@ def _one(
     cache.store(0, k, v, slots)
     got, _ = seqs[0].gather(0, 0, count // len(seqs), dtype=np.float32)
     check(got, k[: len(got)], f"store of {spec.k_format.name}")
-    stored = int(2 * count * HEADS * HEAD_DIM * spec.k_format.bytes_per_value)
+    stored = stored_nbytes(cache, count)
     moved = k.nbytes + v.nbytes + stored
     timers = {
         "ours": machine.timer(lambda: cache.store(0, k, v, slots)),
