@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pagedcache.arguments import as_count, as_integer, as_position
 from pagedcache.arrays import as_tokens
 from pagedcache.errors import OutOfBlocksError, SequenceNotFoundError, SequenceTooLongError

@@ -170,7 +170,8 @@ def _as_named(name: Any) -> Any:
 
 def device_block_nbytes(spec: CacheSpec, placement: Placement, device: str) -> int:
     """Bytes of one block on ``device``: K and V of the layers that live there."""
-    return _layers_on(placement, device) * (spec.layer_block_nbytes("k") + spec.layer_block_nbytes("v"))
+    nbytes = spec.layer_block_nbytes("k") + spec.layer_block_nbytes("v")
+    return _layers_on(placement, device) * nbytes
 
 
 def _layers_on(placement: Placement, device: str) -> int:
