@@ -112,8 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--open-blocks", metavar="FORMAT", help="format of blocks that are not full yet")
     add("--batch", type=_natural, default=0,
         help="windows at a time; 0 (default): as many as make 512 tokens per pass")  # fmt: skip
-    add("--attention", default="pagedcache",
-        help="pagedcache (reads the pages), or sdpa or eager (gathered)")  # fmt: skip
+    add("--attention", default="auto",
+        help="sdpa or eager (on gathered keys and values), pagedcache (on the pages); auto: sdpa "
+        "where a window is one pass, else pagedcache")  # fmt: skip
     add("--dtype", default="float32", help="what the model computes in (%(default)s)")
     add("--threads", type=_natural, default=1, help="threads of torch, 0: its own choice (1)")
     add("-o", "--output", choices=sorted(WRITERS), default="md", help="%(default)s")

@@ -65,7 +65,7 @@ def windows_of(tokenizer: Any, text: str, tokens: int, window: int) -> Array:
 
 
 def losses_of(
-    model: Any, windows: Array, case: Case, *, attention: str = "pagedcache", batch: int = 0
+    model: Any, windows: Array, case: Case, *, attention: str = "auto", batch: int = 0
 ) -> tuple[Array, pc.CacheSpec]:
     """Negative log-likelihood in nats of all tokens but each window's first, float64
     ``[windows, window - 1]``, with K and V stored as ``case`` says; and the spec of the cache."""
@@ -75,10 +75,16 @@ def losses_of(
     geometry = spec_for(model)
     spec = case.spec(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
     num_blocks = batch * -(-length // spec.block_size)
+    # The last block, the one before it, and a third while a step crosses into it.
+    num_open = 3 * batch if spec.has_open_blocks else None
+    if attention == "auto":  # each where it is faster
+        attention = "sdpa" if step == length else "pagedcache"
     model.set_attn_implementation(attention)
     out = np.empty((count, length - 1))
     with (
-        pc.PagedKVCache(spec, num_blocks, device=_device(model)) as pool,
+        pc.PagedKVCache(
+            spec, num_blocks, device=_device(model), num_open_blocks=num_open
+        ) as pool,
         tqdm(total=windows.size, desc=case.label, unit=" tokens", leave=False, disable=None) as bar,
     ):
         for first in range(0, count, batch):
