@@ -41,7 +41,7 @@ def get_num_threads() -> int:
     global _num_threads
     if _num_threads is None:
         text = os.environ.get("PAGEDCACHE_NUM_THREADS")
-        _num_threads = min(_usable_cores(), MOST_THREADS) if text is None else _from_text(text)
+        _num_threads = min(usable_cores(), MOST_THREADS) if text is None else _from_text(text)
     return _num_threads
 
 
@@ -53,7 +53,8 @@ def _from_text(text: str) -> int:
     return int(text)
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Physical cores that this process may run on, no more than its share of time is worth."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = os.cpu_count() or 1
     cores = _physical(affinity(0)) if affinity else count

@@ -273,6 +273,6 @@ def test_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for text, cores in (("max 100000", 2), ("100000 100000", 1), ("150000 100000", 2),
                         ("10000 100000", 1), ("900000 100000", 2), ("nonsense", 2)):  # fmt: skip
         quota.write_text(text)
-        assert machine._usable_cores() == cores, text
+        assert machine.usable_cores() == cores, text
     quota.unlink()
-    assert machine._usable_cores() == 2
+    assert machine.usable_cores() == 2

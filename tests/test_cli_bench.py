@@ -62,6 +62,35 @@ def test_store_and_gather_rows(capsys: Capture) -> None:
     assert len(gather) == 6 and "HND→bfloat16, 2048 tokens" in gather
 
 
+def test_attend_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagedcache import get_num_threads, machine
+    from pagedcache.cli.bench import attend
+
+    monkeypatch.setattr(attend, "CONTEXT", 256)
+    monkeypatch.setattr(attend, "CHUNK", 16)
+    monkeypatch.setattr(attend, "LAYERS_NBYTES", 1)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    threads = get_num_threads()
+    rows = bench(capsys, "attend", "--format", "bfloat16", "--format", "q4k")
+    assert [(row["format"], row["variant"]) for row in rows] == [
+        (name, variant)
+        for name in ("bfloat16", "q4k")
+        for variant in ("decode, 256 keys, 1 thread", "decode, 256 keys, 2 threads",
+                        "prefill of 16, 256 keys, 1 thread")
+    ]  # fmt: skip
+    for row in rows:
+        decoding = row["variant"].startswith("decode")
+        assert row["size"] == 256 * 8 * 128 * 2 * pc_bytes(row["format"])
+        assert (row["pct_of_copy"] is not None) == decoding
+        assert row["peer"] is None
+    assert get_num_threads() == threads
+
+
+def pc_bytes(name: str) -> float:
+    """Bytes per value of K and V in blocks of 16: scales of q4k are per 16 tokens."""
+    return {"bfloat16": 2, "q4k": (0.75 + 0.625) / 2}[name]
+
+
 def test_pool_and_prefix_rows(capsys: Capture) -> None:
     rows = bench(capsys, "pool", "prefix")
     variants = [row["variant"] for row in rows]

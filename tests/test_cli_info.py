@@ -33,7 +33,9 @@ def test_info_json(capsys: Capture) -> None:
     assert list(facts["format"]) == list(pagedcache.FORMATS)
     assert facts["format"]["q4"]["reduction_vs_float32"] == 6.4
     assert facts["device"]["cpu"] == "available"
-    assert set(facts["native"]) == {"arithmetic", "rows", "hashing"}
+    assert set(facts["native"]) == {"arithmetic", "rows", "attention", "hashing"}
+    assert facts["attention"]["instruction_set"] in facts["attention"]["usable"]
+    assert facts["attention"]["threads"] == pagedcache.get_num_threads()
 
 
 def test_info_survives_probes_that_fail(

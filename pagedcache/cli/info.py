@@ -93,8 +93,18 @@ def _memory() -> str:
 
 
 def _native() -> dict[str, str]:
-    names = ("arithmetic", "rows", "hashing")
+    names = ("arithmetic", "rows", "attention", "hashing")
     return {name: _guarded(partial(_file, name)) for name in names}
+
+
+def _attention() -> dict[str, Any]:
+    from pagedcache import machine
+
+    return {
+        "instruction_set": _guarded(machine.isa_name),
+        "usable": machine.usable_isas(),
+        "threads": _guarded(machine.get_num_threads),
+    }
 
 
 def _file(name: str) -> str:
@@ -145,6 +155,7 @@ _PROBES: dict[str, Callable[[], Any]] = {
     "cpu": _cpu,
     "memory": _memory,
     "native": _native,
+    "attention": _attention,
     "format": _formats,
     "device": _devices,
     "package": _packages,

@@ -3,7 +3,8 @@
 Contenders take turns and the median of at least 7 runs after a warm-up is printed. gbps_moved
 counts bytes read plus bytes written; pct_of_copy is its share of what memcpy moves at the same
 size; peer_ratio is the peer's time over ours (above 1: we are faster). Peers that are not
-installed leave the columns empty. One thread.
+installed leave the columns empty. One thread, but for attend, which says how many; there
+pct_of_copy is the share of a plain read.
 
 With --device cuda the device's own time counts, by CUDA events, the host keeping ahead of it; the
 copy is one from device to device that moves as many bytes. calls gives the host's time.
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from ..output import free_memory, note, whole_number
 
 HELP = "speed beside memcpy and beside peers, on the CPU or on a GPU"
-AREAS = ("convert", "quantize", "store", "gather", "pool", "prefix")
+AREAS = ("convert", "quantize", "store", "gather", "pool", "prefix", "attend")
 GPU_AREAS = ("convert", "quantize", "store", "gather", "blocks", "tables", "calls")
 _MIN_RUNS = 7
 _GPU_TOKENS = 1 << 17  # 1 GiB of float32 K and V: far more than any cache between
@@ -36,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sizes", default="4MiB,64MiB,256MiB", metavar="LIST",
         help="bytes of float32 for convert and quantize (default 4MiB,64MiB,256MiB)")
     add("--format", action="append", metavar="NAME",
-        help="only this storage format (quantize, store, gather, blocks); may be given again")
+        help="only this storage format (quantize, store, gather, attend, blocks); may be given "
+        "again")
     add("--tokens", type=whole_number(1, 1 << 24), default=_GPU_TOKENS, metavar="N",
         help="tokens of one store or gather on a GPU, halved until they fit "
         f"(default {_GPU_TOKENS:,})")
