@@ -63,7 +63,7 @@ class Attention:
         By default one each, or all of them for a single sequence.
         ``lengths``: keys of each, from position 0 on; by default the layer's written end. Where
         tokens were prepared for ``store`` and are not committed yet, nobody but you knows how many
-        are written, and lengths must be given.
+        are written, and lengths must be given; beside an ``append`` in another thread too.
         ``starts``: first position of each that exists (behind left padding); by default 0.
         ``scale``: by default ``1 / sqrt(head_dim)``. ``causal``: a query sees keys up to its own
         position only. ``window``: and only those with ``position - key < window``.
@@ -167,15 +167,7 @@ def _q_lens(q_lens: Any, total: int, num_seqs: int) -> list[int]:
 
 def _lengths(lengths: Any, states: list[Any], layer: int, counts: list[int]) -> list[int]:
     if lengths is None:
-        ends = []
-        for i, state in enumerate(states):
-            written, readable = int(state.written(layer)), int(state.readable(layer))
-            if readable > written:
-                raise InvalidArgumentError(
-                    f"lengths: {readable - written} tokens of sequence {i} were prepared and not "
-                    "committed; say how many keys are written"
-                )
-            ends.append(written)
+        ends = [_written(state, layer, i) for i, state in enumerate(states)]
     else:
         ends = _amounts(lengths, "lengths", len(states))
         for i, (end, state) in enumerate(zip(ends, states, strict=True)):
@@ -190,6 +182,18 @@ def _lengths(lengths: Any, states: list[Any], layer: int, counts: list[int]) -> 
                 count, end, f"queries of sequence {i}: they are its last positions"
             )
     return ends
+
+
+def _written(state: Any, layer: int, i: int) -> int:
+    """The layer's written end, unless the engine alone knows it."""
+    readable = int(state.readable(layer))  # first: what a writer beside this call adds is written
+    written = int(state.written(layer))
+    if readable > written:
+        raise InvalidArgumentError(
+            f"lengths: {readable - written} tokens of sequence {i} were prepared and are not "
+            "committed; say how many keys are written"
+        )
+    return written
 
 
 def _starts(starts: Any, ends: list[int]) -> list[int]:
