@@ -76,6 +76,7 @@ class PlacedStorage:
                 self._parts[name] = _one(part, num_blocks, name, own, num_open)
         except BaseException:
             self.close()  # the error may keep this object for long
+            self._parts.clear()
             raise
         self.num_blocks, self.num_open = num_blocks, num_open
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kernelkit import LAYOUTS, Array, Board, Place, bits
 from profiles import SHORT
-from storagekit import BFLOAT16, FORMATS
+from storagekit import BFLOAT16, BY_ROW
 
 from pagedcache._cuda.memory import DeviceMemory
 from pagedcache.formats import get_format
@@ -83,7 +83,7 @@ def test_every_half_is_widened_as_on_the_cpu(board: Board, fmt: str) -> None:
         target.assert_equal()
 
 
-@pytest.mark.parametrize("fmt", [name for name in FORMATS if get_format(name).is_quantized])
+@pytest.mark.parametrize("fmt", [name for name in BY_ROW if get_format(name).is_quantized])
 def test_groups_of_any_magnitude_are_quantised_as_on_the_cpu(board: Board, fmt: str) -> None:
     """Division, products and rounding of groups from subnormal to the largest float32."""
     # SPEC F4 F5 F44
