@@ -118,5 +118,5 @@ cdef void index_blocks(pool_t *p, seq_t *s) noexcept nogil:
         return
     while s.unsealed < full and not is_open(p, s.table[s.unsealed]):
         s.unsealed += 1
-    for i in range(min(s.indexed, s.unsealed), full):
+    for i in range(s.unsealed, full):     # what waits for the index is behind it
         p.flags[s.table[i]] |= FLAG_FULL
