@@ -51,6 +51,18 @@ def test_by_ids() -> None:
     assert out == "110 100\n"
 
 
+def test_attention() -> None:
+    """The last of the values shown, from a plain float64 softmax over what the pages give back."""
+    names, out = run(block("attend", "python"))
+    assert out == "(10, 8, 64) (10, 8)\n"
+    assert names["window"].shape == (1, 8, 64)
+    scores = names["q"][9].reshape(2, 4, 64).astype(float) @ names["k"][:9].transpose(1, 2, 0) / 8
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    want = (weights @ names["v"][:9].transpose(1, 0, 2)).reshape(8, 64)
+    assert np.abs(names["out"][9] - want).max() < 0.2  # of values up to 3, in 4 bits
+
+
 def test_the_example_for_gpus_is_python() -> None:
     """It runs in tests/cuda/test_readme_cuda.py, on a GPU or on the emulation of one."""
     code = block("gpu", "python")
