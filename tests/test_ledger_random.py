@@ -23,5 +23,6 @@ def test_every_token_reads_as_it_was_written(num_open: int) -> None:
             done[name] += world.done[name]
         del world
         gc.collect()
-    assert done["hits"] and done["rewritten"] and done["moves"]
-    assert bool(done["slots"]) == (0 < num_open < 20)
+    if not profiles.SHORT:  # all of it has happened
+        assert done["hits"] and done["rewritten"] and done["moves"]
+        assert bool(done["slots"]) == (0 < num_open < 20)
