@@ -24,6 +24,9 @@ PC_DEVICE void bring_queries(const pc_attention &call, const pc_cuda_attention_i
                 pc_load_values<1>(call.q.dtype, at + (channel + j) * call.q.value_stride, &value);
             }
             parts[j] = pc_split(value * call.query_factor);
+            if (!(fabsf(parts[j].high) <= FLT_MAX)) { /* Inf has no second part */
+                parts[j].low = 0.0f;
+            }
         }
         queries[i] = make_float4(parts[0].high, parts[0].low, parts[1].high, parts[1].low);
     }
@@ -69,6 +72,21 @@ PC_DEVICE bool takes_last_ticket(const pc_attention &call, const pc_cuda_attenti
     return *answer != 0;
 }
 
+/* The keys that all rows of the item have; `keys`: those of the lane's row. */
+PC_DEVICE pc_key_range keys_of_all(const pc_cuda_attention_item &item, pc_key_range keys,
+                                   int lane) {
+    if (lane / 4 >= item.rows) {
+        keys = {item.begin, item.end};
+    }
+    for (int flip = 4; flip < PC_WARP; flip *= 2) {
+        const int low = __shfl_xor_sync(~0u, keys.low, flip);
+        const int high = __shfl_xor_sync(~0u, keys.high, flip);
+        keys.low = low > keys.low ? low : keys.low;
+        keys.high = high < keys.high ? high : keys.high;
+    }
+    return keys;
+}
+
 /* CTAs that a multiprocessor is to hold at least: what bounds registers. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int ctas_of(int) {
@@ -95,59 +113,36 @@ __global__ void __launch_bounds__(PC_MOST_WARPS *PC_WARP, ctas_of(GROUPS))
     for (int64_t index = blockIdx.x; index < call.total; index += gridDim.x) {
         const int head = (int)(index % call.num_heads);
         const pc_cuda_attention_item item = call.items[index / call.num_heads];
-        const bool any = item.begin < item.end;
-        const int end = any ? pc_tile_of(call, item.end - 1) + 1 : 0;
-        int next = any ? pc_tile_of(call, item.begin) + warp : 0;
-        pc_source source = pc_find_source(call, item, pc_tile_at(call, next), lane);
-        unsigned opened = 0; /* bit i: the tile in stage i is of open blocks */
-        int fill = 0, ahead = 0;
-
-        const auto feed = [&] {
-            if (next < end) {
-                const bool open = pc_stage_tile(call, item, head, pc_tile_at(call, next), source,
-                                                stages + fill * call.stage.nbytes, lane);
-                opened = (opened & ~(1u << fill)) | (unsigned)open << fill;
-            } else {
-                pc_commit_copies();
-            }
-            next += call.warps;
-            fill = fill + 1 < call.stages ? fill + 1 : 0;
-            if (next < end) {
-                source = pc_find_source(call, item, pc_tile_at(call, next), lane);
-            }
-        };
-        int tile = next;
-        for (; ahead + 1 < call.stages; ahead++) {
-            feed();
-        }
-        bring_queries(call, item, head, queries, sums);
-
+        pc_feed feed(call, item, head, stages, warp, lane);
         const pc_key_range keys = keys_of(call, item, lane / 4);
-        int low = keys.low, high = keys.high; /* what all rows have */
-        if (lane / 4 >= item.rows) {
-            low = item.begin;
-            high = item.end;
-        }
-        for (int flip = 4; flip < PC_WARP; flip *= 2) {
-            const int other_low = __shfl_xor_sync(~0u, low, flip);
-            const int other_high = __shfl_xor_sync(~0u, high, flip);
-            low = other_low > low ? other_low : low;
-            high = other_high < high ? other_high : high;
-        }
-        pc_results<GROUPS> made = {};
-        made.most = -INFINITY;
-        int drain = 0;
-        for (; tile < end; tile += call.warps) {
-            feed();
-            pc_wait_for_copies(call.stages - 1);
-            __syncwarp();
-            const pc_key_tile at = pc_tile_at(call, tile);
-            const bool whole = at.first >= low && at.first + PC_KEYS <= high && at.count == PC_KEYS;
-            const pc_warp_view view = {queries, sums, stages + drain * call.stage.nbytes, lane,
-                                       (opened >> drain & 1) != 0};
-            pc_add_tile(call, view, at, keys, whole, made);
-            drain = drain + 1 < call.stages ? drain + 1 : 0;
-            __syncwarp();
+        const pc_key_range common = keys_of_all(item, keys, lane);
+        pc_results<GROUPS> made;
+        pc_warp_view view = {queries, sums, nullptr, lane, false, false};
+        for (;;) {
+            made = {};
+            made.most = -INFINITY;
+            feed.begin();
+            for (int staged = 1;; staged++) {
+                feed.stage_one();
+                if (staged == call.stages - 1 && !view.exact) {
+                    bring_queries(call, item, head, queries, sums);
+                }
+                if (staged < call.stages) {
+                    continue;
+                }
+                view.stage = feed.next(view.open);
+                if (view.stage == nullptr) {
+                    break;
+                }
+                const pc_key_tile tile = feed.tile();
+                const bool whole = tile.first >= common.low && tile.count == PC_KEYS &&
+                                   tile.first + PC_KEYS <= common.high;
+                pc_add_tile(call, view, tile, keys, whole, made);
+            }
+            if (view.exact || !__any_sync(~0u, !made.is_finite())) {
+                break;
+            }
+            view.exact = true;
         }
         __syncthreads(); /* results take the place of stages */
         pc_leave_results(call, {parts + warp * part_floats, row_step}, lane, made);

@@ -9,6 +9,7 @@
 
 #include "attention_tile.h"
 #include "values.h"
+#include <float.h>
 
 /* Results of the rows of an item and where they lie: [row][channel], then largest scores, then sums
  * of weights, by row. */

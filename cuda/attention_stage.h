@@ -128,7 +128,7 @@ PC_DEVICE void pc_stage_rows(int unit, const uint64_t *sources, int count, int r
     }
 }
 
-/* Start the copies of a tile into a stage, as one group. Returns whether its block is open. */
+/* Start the copies of a tile into a stage. Returns whether its block is open. */
 PC_DEVICE bool pc_stage_tile(const pc_attention &call, const pc_cuda_attention_item &item, int head,
                              pc_key_tile tile, const pc_source &source, uint8_t *stage, int lane) {
     uint64_t (*const sources)[PC_KEYS] =
@@ -175,9 +175,77 @@ PC_DEVICE bool pc_stage_tile(const pc_attention &call, const pc_cuda_attention_i
                           side.scale_row_step, lane);
         }
     }
-    pc_commit_copies();
     return open;
 }
+
+/* A warp's tiles of an item, one after the other, each staged some tiles ahead. */
+class pc_feed {
+  public:
+    PC_DEVICE pc_feed(const pc_attention &call, const pc_cuda_attention_item &item, int head,
+                      uint8_t *stages, int warp, int lane)
+        : call_(call), item_(item), head_(head), stages_(stages), lane_(lane) {
+        const bool any = item.begin < item.end;
+        first_ = any ? pc_tile_of(call, item.begin) + warp : 0;
+        end_ = any ? pc_tile_of(call, item.end - 1) + 1 : 0;
+    }
+
+    PC_DEVICE void begin() {
+        ahead_ = first_;
+        now_ = first_ - call_.warps;
+        fill_ = 0;
+        drain_ = -1;
+        opened_ = 0;
+        source_ = find();
+    }
+
+    /* Start the copies of one more tile, and find out where the rows of the one behind it lie. */
+    PC_DEVICE void stage_one() {
+        __syncwarp(); /* all lanes are done with the tile that was in its place */
+        if (ahead_ < end_) {
+            const bool open = pc_stage_tile(call_, item_, head_, pc_tile_at(call_, ahead_), source_,
+                                            stages_ + fill_ * call_.stage.nbytes, lane_);
+            opened_ = (opened_ & ~(1u << fill_)) | (unsigned)open << fill_;
+        }
+        pc_commit_copies(); /* none, too: groups are counted */
+        ahead_ += call_.warps;
+        fill_ = fill_ + 1 < call_.stages ? fill_ + 1 : 0;
+        source_ = find();
+    }
+
+    /* The stage of the next tile, which has arrived; NULL behind the last one. To be called where
+     * as many tiles are staged as there are stages. */
+    PC_DEVICE const uint8_t *next(bool &open) {
+        now_ += call_.warps;
+        if (now_ >= end_) {
+            return nullptr;
+        }
+        pc_wait_for_copies(call_.stages - 1);
+        __syncwarp(); /* what other lanes have copied is there */
+        drain_ = drain_ + 1 < call_.stages ? drain_ + 1 : 0;
+        open = (opened_ >> drain_ & 1) != 0;
+        return stages_ + drain_ * call_.stage.nbytes;
+    }
+
+    PC_DEVICE pc_key_tile tile() const {
+        return pc_tile_at(call_, now_);
+    }
+
+  private:
+    PC_DEVICE pc_source find() const {
+        const pc_source none = {0, -1, 0};
+        return ahead_ < end_ ? pc_find_source(call_, item_, pc_tile_at(call_, ahead_), lane_)
+                             : none;
+    }
+
+    const pc_attention &call_;
+    const pc_cuda_attention_item &item_;
+    const int head_;
+    uint8_t *const stages_;
+    const int lane_;
+    int first_, end_, ahead_, now_, fill_, drain_;
+    unsigned opened_; /* bit i: the tile in stage i is of an open block */
+    pc_source source_;
+};
 
 /* Row `row` of a tile that has arrived. */
 PC_DEVICE pc_staged_row pc_staged_row_of(const pc_attention &call, int kind, bool open,

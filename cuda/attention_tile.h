@@ -8,25 +8,8 @@
 #ifndef PAGEDCACHE_CUDA_ATTENTION_TILE_H
 #define PAGEDCACHE_CUDA_ATTENTION_TILE_H
 
-#include "attention_stage.h"
+#include "attention_exact.h"
 #include "mma.h"
-
-/* What a warp works with. */
-struct pc_warp_view {
-    const float4 *queries; /* [group][step][lane]: two channels of row g, each in two parts */
-    const float *sums;     /* [group][row]: of the query's channels */
-    const uint8_t *stage;
-    int lane;
-    bool open;
-};
-
-constexpr int PC_STEPS = PC_GROUP / 8; /* products of 8 channels in a group */
-
-/* First key of the n-th 8 of a tile. Where a tile has 8 keys only, they are taken twice; the second
- * time nothing comes of it. */
-PC_DEVICE int pc_first_key(const pc_attention &call, int n) {
-    return 8 * n < call.keys ? 8 * n : 0;
-}
 
 /* scores[n][j]: of row g and key 8 n + 2 t + j. */
 template <class Format>
@@ -94,13 +77,6 @@ PC_DEVICE void pc_score_keys(const pc_attention &call, const pc_warp_view &warp,
     }
 }
 
-/* What a warp has of its rows so far. results[4 group + i]: channels 8 t + i and 8 t + 4 + i of the
- * group, in the parts of pc_split(); floors: what minima of groups add to all of their channels. */
-template <int GROUPS> struct pc_results {
-    float results[4 * GROUPS][4], floors[GROUPS];
-    float most, weight; /* largest score, and sum of the weights of this lane's keys */
-};
-
 /* Add the values of the tile's keys, weights[n][j] of key 8 n + 2 t + j each. */
 template <class Format, int GROUPS>
 PC_DEVICE void pc_add_values(const pc_attention &call, const pc_warp_view &warp,
@@ -146,11 +122,6 @@ PC_DEVICE void pc_add_values(const pc_attention &call, const pc_warp_view &warp,
         }
     }
 }
-
-/* Keys of a row, low … high - 1, counted as the item counts them. */
-struct pc_key_range {
-    int low, high;
-};
 
 /* Turn scores to weights: relative to the largest score so far, to which all that was added before
  * is adapted. `whole`: the tile has PC_KEYS keys, each one of every row. */
@@ -201,13 +172,34 @@ PC_DEVICE void pc_weigh(const pc_attention &call, pc_key_tile tile, int lane, pc
     }
 }
 
+template <class Format>
+PC_DEVICE void pc_score_tile(const pc_attention &call, const pc_warp_view &warp,
+                             float (&scores)[2][2]) {
+    if (Format::packing == PC_PACK_DENSE && warp.exact) {
+        pc_score_exactly<Format>(call, warp, scores);
+    } else {
+        pc_score_keys<Format>(call, warp, scores);
+    }
+}
+
+template <class Format, int GROUPS>
+PC_DEVICE void pc_add_values_of(const pc_attention &call, const pc_warp_view &warp,
+                                pc_key_tile tile, pc_key_range keys, const float (&weights)[2][2],
+                                pc_results<GROUPS> &made) {
+    if (Format::packing == PC_PACK_DENSE && warp.exact) {
+        pc_add_exactly<Format>(call, warp, tile, keys, weights, made);
+    } else {
+        pc_add_values<Format>(call, warp, weights, made);
+    }
+}
+
 template <int GROUPS>
 PC_DEVICE void pc_add_tile(const pc_attention &call, const pc_warp_view &warp, pc_key_tile tile,
                            pc_key_range keys, bool whole, pc_results<GROUPS> &made) {
     float scores[2][2];
     switch (call.sides[PC_K][warp.open].code) {
 #define PC_SCORE_CASE(code, name, ...) \
-    case code: pc_score_keys<pc_row_of_##name>(call, warp, scores); break;
+    case code: pc_score_tile<pc_row_of_##name>(call, warp, scores); break;
         PC_FORMATS(PC_SCORE_CASE)
 #undef PC_SCORE_CASE
     default: return;
@@ -215,7 +207,7 @@ PC_DEVICE void pc_add_tile(const pc_attention &call, const pc_warp_view &warp, p
     pc_weigh(call, tile, warp.lane, keys, whole, scores, made);
     switch (call.sides[PC_V][warp.open].code) {
 #define PC_VALUE_CASE(code, name, ...) \
-    case code: pc_add_values<pc_row_of_##name>(call, warp, scores, made); break;
+    case code: pc_add_values_of<pc_row_of_##name>(call, warp, tile, keys, scores, made); break;
         PC_FORMATS(PC_VALUE_CASE)
 #undef PC_VALUE_CASE
     default: break;
