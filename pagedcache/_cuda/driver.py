@@ -212,6 +212,14 @@ class Device:
                 raise self.failed_pycuda(error) from error
         return int(free), int(total)
 
+    def num_multiprocessors(self) -> int:
+        """How many multiprocessors work side by side."""
+        with self.current():
+            try:
+                return int(self.pycuda.Device(self.ordinal).multiprocessor_count)
+            except self.pycuda.Error as error:
+                raise self.failed_pycuda(error) from error
+
     @property
     def staging(self) -> Staging:
         """Pinned memory for copies between host and device; made when first used."""

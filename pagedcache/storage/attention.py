@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pagedcache.errors import ShapeError
+from pagedcache.spec import CacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +36,25 @@ class AttentionArrays:
     """What the caller gets: the ``out`` given, or an array of q's kind over the same memory."""
     result_lse: Any
     """What the caller gets for ``lse``; None where it is."""
+
+
+def num_q_heads(spec: CacheSpec, shape: Sequence[int]) -> int:
+    """Query heads of a ``q`` ``[total_q, heads, head_dim]`` or ``[total_q, heads * head_dim]``.
+
+    Raises :class:`ShapeError` for any other shape.
+    """
+    heads, dim = spec.num_kv_heads, spec.head_dim
+    if len(shape) == 2:
+        found, left = divmod(shape[1], dim)
+    elif len(shape) == 3:
+        found, left = shape[1], shape[2] - dim
+    else:
+        found, left = 0, 1
+    if left or found < 1 or found % heads:
+        raise ShapeError(
+            f"[total_q, num_q_heads, {dim}] or [total_q, num_q_heads * {dim}] with num_q_heads a "
+            f"multiple of {heads} (num_kv_heads)",
+            list(shape),
+            "q",
+        )
+    return found

@@ -13,7 +13,7 @@ from pagedcache.arrays import as_float_array, copied, overlap, row_format
 from pagedcache.errors import FormatError, InvalidArgumentError, ShapeError, StorageMemoryError
 from pagedcache.foreign import as_ndarray, is_tensor
 from pagedcache.spec import CacheSpec
-from pagedcache.storage.attention import AttentionArrays, AttentionOptions
+from pagedcache.storage.attention import AttentionArrays, AttentionOptions, num_q_heads
 from pagedcache.storage.checks import overlaps_itself
 from pagedcache.storage.slabs import Array
 
@@ -28,7 +28,6 @@ def check_arrays(
     """
     shape, rows = _queries(spec, q)
     fmt = row_format(rows.dtype)
-    num_q_heads = rows.shape[1]
     given = out
     if out is None:
         if is_tensor(q):
@@ -42,33 +41,20 @@ def check_arrays(
             raise ShapeError("an out that shares no memory with q", "overlapping arrays", "out")
     lse = result_lse = None
     if return_lse:
-        lse = empty((len(rows), num_q_heads), row_format("float32"))
+        lse = empty(rows.shape[:2], row_format("float32"))
         result_lse = _as_tensor(lse) if is_tensor(q) else lse
     return AttentionArrays(
-        rows, target.reshape(rows.shape), lse, _sinks(sinks, num_q_heads), given, result_lse
+        rows, target.reshape(rows.shape), lse, check_sinks(sinks, rows.shape[1]), given, result_lse
     )
 
 
 def _queries(spec: CacheSpec, q: Any) -> tuple[tuple[int, ...], Array]:
     """The shape that q has, and its rows ``[n, num_q_heads, head_dim]``."""
     rows = as_float_array(q, "q")
-    heads, dim = spec.num_kv_heads, spec.head_dim
-    if rows.ndim == 2:
-        num_q_heads, left = divmod(rows.shape[1], dim)
-    elif rows.ndim == 3:
-        num_q_heads, left = rows.shape[1], rows.shape[2] - dim
-    else:
-        num_q_heads, left = 0, 1
-    if left or num_q_heads < 1 or num_q_heads % heads:
-        raise ShapeError(
-            f"[total_q, num_q_heads, {dim}] or [total_q, num_q_heads * {dim}] with num_q_heads a "
-            f"multiple of {heads} (num_kv_heads)",
-            list(rows.shape),
-            "q",
-        )
+    heads = num_q_heads(spec, rows.shape)
     if not rows.flags.aligned:
         rows = copied(rows, "q")
-    return rows.shape, rows.reshape(len(rows), num_q_heads, dim)
+    return rows.shape, rows.reshape(len(rows), heads, spec.head_dim)
 
 
 def _target(target: Array, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -83,7 +69,8 @@ def _target(target: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     return target
 
 
-def _sinks(sinks: Any, num_q_heads: int) -> Array | None:
+def check_sinks(sinks: Any, num_q_heads: int) -> Array | None:
+    """Sinks on the host as float32 ``[num_q_heads]``; NaN and +inf are refused."""
     if sinks is None:
         return None
     values = as_float_array(sinks, "sinks")

@@ -20,10 +20,11 @@ from pagedcache.errors import ShapeError
 from pagedcache.formats import KVFormat
 from pagedcache.storage.checks import check_ids
 from pagedcache.storage.cpu import filled, host_out
+from pagedcache.storage.cuda_attention import CudaAttention
 from pagedcache.storage.cuda_pointers import PointerTable, batch_of_pointers, pointers_of
 from pagedcache.storage.cuda_rows import Layout, Shape, dense_layout, device_out, layout_of
 from pagedcache.storage.cuda_sides import OPEN, SEALED, runs
-from pagedcache.storage.cuda_store import CudaStores, integers
+from pagedcache.storage.cuda_store import integers
 from pagedcache.storage.shadows import shadow
 from pagedcache.storage.slabs import KINDS, Array, Kind, covers
 
@@ -39,7 +40,7 @@ class Stretch(NamedTuple):
     num_tokens: int
 
 
-class CudaStorage(CudaStores):
+class CudaStorage(CudaAttention):
     """K and V of every layer for ``num_blocks`` blocks and ``num_open`` open slots on
     ``cuda:<ordinal>``.
 

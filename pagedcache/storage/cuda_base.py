@@ -229,6 +229,10 @@ class CudaBase(Storage):
         """Device memory from the pool of regions, to be used on ``queue`` first."""
         return self._scratch.take(nbytes, queue)
 
+    def upload(self, array: Array, queue: Stream) -> Region:
+        """A region that holds the bytes of a dense host array, once ``queue`` gets there."""
+        return self._staging.upload(array, queue)
+
     def build_pointers(
         self,
         layer: int,

@@ -95,7 +95,7 @@ def _device_rows(
 
 
 def device_out(
-    out: DeviceArray, what: str, device: Device, shape: Shape, fmt: KVFormat
+    out: DeviceArray, what: str, device: Device, shape: tuple[int, ...], fmt: KVFormat
 ) -> DeviceArray:
     """A device array to fill, checked: shape, dtype, device, writable."""
     if out.device != device.name:

@@ -26,7 +26,7 @@ const Attribute attributes[] = {
     {8, 48 << 10},   // shared memory of a CTA
     {10, 32},        // warp size
     {14, 512},       // alignment of textures
-    {16, 1},         // multiprocessors
+    {16, 8},         // multiprocessors
     {19, 1},         // maps host memory
     {39, 2048},      // threads of a multiprocessor
     {41, 1},         // unified addresses
