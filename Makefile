@@ -4,7 +4,7 @@ CI = CI_WORK=build/ci bash .ci/run
 
 EMULATED = $(PYTHON) tests/cuda_emulation/run.py
 
-.PHONY: build test test-short test-deep lint asan cuda wheel ci selftest bench clean
+.PHONY: build test test-short test-deep lint asan cuda wheel models ci selftest bench clean
 .PHONY: emulation test-cuda pycuda
 
 build:  ## compile in place, install editable, with the tools of the extra "dev"
@@ -40,6 +40,9 @@ cuda:  ## nvcc for every GPU, all emulated tests in every mode, faults on purpos
 wheel:  ## sdist, wheel from the sdist, audits, the short profile against the installed wheel
 	$(CI) wheel
 	mkdir -p dist && cp build/ci/dist/*.tar.gz build/ci/wheelhouse/*.whl dist/
+
+models:  ## a real model on the newest transformers, tiny ones on 4.57 too; the example
+	$(CI) models
 
 ci:  ## everything
 	bash .ci/run

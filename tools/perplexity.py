@@ -24,7 +24,8 @@ format of blocks that are not full yet; ``chunk``: tokens per forward pass. They
 **Chunks.** With ``chunk=0`` a window is one forward pass, as a prompt is: its full blocks are
 quantised as they are written, and every token reads all keys and values, its own too, as they are
 stored. With ``chunk=1`` tokens come one by one, as in generation (many windows at once, as a
-batch). Only so do open blocks show what they gain: a block that one pass fills is never open.
+batch). Only so do open blocks show what they gain: a block that one pass fills is never open. A
+chunk that divides the block, such as 8, shows the same and takes less time.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ from perplexity_cases import Case, parse_case  # noqa: E402
 from perplexity_table import WRITERS, Row, put_into  # noqa: E402
 
 BASELINE = "float16"
-#: The rows of README.md: whole prompts first, then token by token.
+#: The rows of README.md: whole prompts first, then a few tokens at a time.
 FORMATS = [
-    "float16", "bfloat16", "q8_0", "q8", "q4k,block=16", "q4k,block=32", "k=q8,v=q4", "q4_1",
-    "q4_0", "q4", "q4k,block=32,chunk=1", "q4_1,open=float16,block=32,chunk=1",
-    "q4_0,open=float16,block=32,chunk=1", "q4,open=float16,block=32,chunk=1",
+    "float16", "bfloat16", "q8_0", "q8", "k=q8,v=q4", "q4k,block=16", "q4k,block=32", "q4_1",
+    "q4_0", "q4", "q4k,block=16,chunk=8", "q4k,block=32,chunk=8",
+    "q4_1,open=float16,block=32,chunk=8", "q4_0,open=float16,block=32,chunk=8",
+    "q4,open=float16,block=32,chunk=8",
 ]  # fmt: skip
 
 
