@@ -301,3 +301,18 @@ def test_raw_slots_across_two_sealed_blocks_are_not_a_whole_one() -> None:
         kit.ledger.pin_slots(np.arange(7))
     kit.ledger.pin_slots(np.asarray([-1, 0, 1, 2, 3, -1])).release()
     kit.ledger.check()
+
+
+@pytest.mark.parametrize("num_open", [0, 8])
+def test_what_was_stored_and_not_committed_yet_stays(num_open: int) -> None:
+    # SPEC F25 F33: a step of which a part is committed, and a shorter one over its rest
+    kit = Kit(num_open=num_open)
+    seq = kit.open()
+    with kit.ledger.pin_mapping(kit.ledger.prepare([seq], [8])) as pin:
+        kit.places.store(pin.slots, np.arange(8))
+    kit.ledger.commit(seq, 2)
+    with kit.ledger.pin_mapping(kit.ledger.prepare([seq], [4])) as pin:
+        kit.places.store(pin.slots, np.asarray([92, 93, 94, 95]))
+    kit.ledger.commit(seq, 6)
+    assert kit.read(seq) == [0, 1, 92, 93, 94, 95, 6, 7]
+    kit.ledger.check()
