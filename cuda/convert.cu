@@ -2,7 +2,8 @@
  * into open blocks (reopened). The kernels are those that store and load rows; an open block takes
  * the part of the rows outside. */
 #include "abi.h"
-#include "channel_kernels.h"
+#include "channel_load.h"
+#include "channel_store.h"
 #include "group_kernels.h"
 #include "launch_rows.h"
 
@@ -18,6 +19,8 @@ __global__ void __launch_bounds__(PC_CTA, PC_CTAS) convert_bits(const pc_convert
         if (ends.stored.data == nullptr) {
             continue;
         }
+        PC_ASSUME_GLOBAL(ends.stored.data);
+        PC_ASSUME_GLOBAL(ends.outside);
         pc_unit<WIDTH> units[PC_BATCH];
         PC_UNROLL
         for (int i = 0; i < PC_BATCH; i++) {

@@ -16,6 +16,9 @@
 #define PC_PRAGMA(text) _Pragma(#text)
 #define PC_UNROLL_BY(count) PC_PRAGMA(unroll count)
 
+/* Tells the compiler what it cannot see. */
+#define PC_ASSUME(condition) __builtin_assume(condition)
+
 /* Tells the compiler that a pointer that it cannot follow is to global memory. */
 #define PC_ASSUME_GLOBAL(pointer) __builtin_assume(__isGlobal(pointer))
 
@@ -43,6 +46,7 @@ constexpr int64_t PC_MOST_CTAS = 16384, PC_MOST_ROUNDS = 65535;
 #include "emulation.h"
 #define PC_UNROLL
 #define PC_UNROLL_BY(count)
+#define PC_ASSUME(condition)
 #define PC_ASSUME_GLOBAL(pointer)
 
 /* So few that every loop over the grid takes a second turn in tests. */

@@ -5,13 +5,6 @@
 
 namespace {
 
-/* Values whose exponent bits are all set are not finite. */
-constexpr uint32_t exponent_bits(int dtype) {
-    return dtype == PC_FORMAT_float32   ? 0x7F800000u
-           : dtype == PC_FORMAT_float16 ? 0x7C00u
-                                        : 0x7F80u;
-}
-
 /* COUNT values of type Bits in one access. A thread looks at ever later places, so it may stop at
  * its first hit; the least of all hits stays. */
 template <class Bits, int COUNT>
@@ -57,5 +50,5 @@ int pc_cuda_find_nonfinite(const void *rows, int64_t token_stride, int64_t head_
                         : count == 8 ? find_nonfinite<uint16_t, 8>
                                      : find_nonfinite<uint16_t, 1>;
     return pc_launch(kernel, pc_grid(walk.total, PC_CTA), PC_CTA, 0, stream, source, walk,
-                     exponent_bits(dtype), (unsigned long long *)first);
+                     pc_exponent_bits(dtype), (unsigned long long *)first);
 }

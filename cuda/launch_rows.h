@@ -1,5 +1,5 @@
 /* Which kernel serves a call that stores or loads rows, and how its work is counted. Not for
- * formats whose groups run along the tokens (channel_kernels.h).
+ * formats whose groups run along the tokens (channel_store.h, channel_load.h).
  *
  * Kernels names the three of a direction: bits<NBYTES> copies where the dtype outside is the stored
  * one, dense<Format, COUNT> converts between float formats, groups<Format, COUNT> quantises or

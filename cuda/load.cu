@@ -1,6 +1,6 @@
 /* Rows out: stored rows in token order, by block table or by pointer table, to outside values. */
 #include "abi.h"
-#include "channel_kernels.h"
+#include "channel_load.h"
 #include "group_kernels.h"
 #include "launch_rows.h"
 

@@ -1,6 +1,6 @@
 /* Rows in: outside values to the stored format, scattered by slot, in one pass. */
 #include "abi.h"
-#include "channel_kernels.h"
+#include "channel_store.h"
 #include "group_kernels.h"
 #include "launch_rows.h"
 

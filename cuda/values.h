@@ -19,6 +19,13 @@ inline int pc_values_at_once(const pc_rows &rows, int64_t num_tokens, int64_t nu
     return dense && head_dim % most == 0 && aligned >= pc_unit_nbytes(most * nbytes) ? most : 1;
 }
 
+/* Values whose exponent bits are all set are not finite. */
+PC_INLINE constexpr uint32_t pc_exponent_bits(int dtype) {
+    return dtype == PC_FORMAT_float32   ? 0x7F800000u
+           : dtype == PC_FORMAT_float16 ? 0x7C00u
+                                        : 0x7F80u;
+}
+
 /* NBYTES at `at`: those of one value anywhere, those of several at a multiple of NBYTES or of 16.
  */
 template <int NBYTES> PC_DEVICE void pc_load_raw(const uint8_t *at, void *values) {

@@ -84,10 +84,18 @@ PC_INLINE void pc_store_half(uint8_t *to, uint16_t half) {
     memcpy(to, &half, sizeof half);
 }
 
+/* A scale or a minimum: finite, unless the bytes are nobody's. Device code does not look for NaN,
+ * which comes out as one NaN or another. */
 PC_INLINE float pc_load_half(const uint8_t *from) {
     uint16_t half;
     memcpy(&half, from, sizeof half);
+#if defined(__CUDA_ARCH__)
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+#else
     return pc_half_to_float(half);
+#endif
 }
 
 /* Groups below this magnitude are stored as zeros by q8 and q4. */
