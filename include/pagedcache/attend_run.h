@@ -253,8 +253,11 @@ PC_FUNCTION void V(find_tokens)(pc_walk *walk, pc_run *run) {
         }
         count += n;
         walk->position += n;
-        offset = 0;
-        index++;
+        offset += n;
+        if (offset == block_size) {
+            offset = 0;
+            index++;
+        }
     }
     for (i = count; i < PC_RUN + PC_SLACK; i++) {
         run->data[i] = run->data[count - 1];
