@@ -15,4 +15,6 @@
 
 #include "attend_unit.h"
 
+#undef PC_TURNS_PAIRS
+
 #endif

@@ -47,6 +47,22 @@ PC_VECTOR void V(line_up_groups)(const pc_run *run, int64_t groups, int64_t step
     }
 }
 
+/* Pairs of float16, `step` bytes from group to group, into columns. */
+PC_VECTOR void V(line_up_pairs)(const pc_run *run, int64_t groups, int64_t step, uint8_t *to) {
+    int64_t g = 0, t;
+    if (PC_TURNS_PAIRS && step == 20) {
+        for (; g + 4 <= groups; g += 4) {
+            for (t = 0; t < run->count; t += 4) {
+                V(turn_pairs)(run->scales + t, g * 20, to + (g * PC_SCALE_STRIDE + t) * 4,
+                              PC_SCALE_STRIDE * 4);
+            }
+        }
+    }
+    if (g < groups) {
+        V(line_up_groups)(run, groups, step, 4, to);
+    }
+}
+
 /* Scales and offsets of the run's rows, to work->scales and work->offsets. */
 PC_FUNCTION void V(take_scales)(const pc_run *run, pc_work *work) {
     const pc_row_shape *const shape = &run->side->shape[PC_SEALED];
@@ -59,7 +75,7 @@ PC_FUNCTION void V(take_scales)(const pc_run *run, pc_work *work) {
     if (code == PC_FORMAT_q8 || code == PC_FORMAT_q4) {
         V(line_up_floats)(run, groups, scales);
     } else if (code == PC_FORMAT_q4_1) {
-        V(line_up_groups)(run, groups, step, 4, work->halves);
+        V(line_up_pairs)(run, groups, step, work->halves);
     } else {
         V(line_up_groups)(run, groups, step, 2, work->halves);
     }
@@ -81,25 +97,33 @@ PC_FUNCTION void V(take_scales)(const pc_run *run, pc_work *work) {
     }
 }
 
-/* Scales and offsets of all channels, in the order of the side, to work->channels. */
+/* Scales and offsets of a pair of vectors of channels, from channel i on, out of those of all. */
+PC_VECTOR void V(channel_pair)(const uint8_t *from, int64_t head_dim, int64_t i, vf *scales,
+                               vf *offsets) {
+    const vf eight = V(all)(8.0f);
+    uint8_t last[PC_PAIR * 4];
+    from += i * 4;
+    if (i + PC_PAIR > head_dim) {
+        memset(last, 0, sizeof last);
+        memcpy(last, from, (size_t)(head_dim - i) * 4);
+        from = last;
+    }
+    V(half_pairs)(from, scales, offsets);
+    offsets[0] = V(fma)(scales[0], eight, offsets[0]);
+    offsets[1] = V(fma)(scales[1], eight, offsets[1]);
+}
+
+/* Those of all channels, in the order of the side, to work->channels. */
 PC_FUNCTION void V(take_channels)(const pc_side *side, const uint8_t *from, pc_work *work) {
     const int64_t head_dim = side->kv->space->geometry[PC_SEALED].head_dim;
-    uint8_t last[PC_PAIR * 4];
     for (int64_t i = 0; i < side->padded; i += PC_PAIR) {
-        const uint8_t *at = from + i * 4;
-        float *const scales = work->channels + i, *const offsets = scales + side->padded;
-        const vf eight = V(all)(8.0f);
-        vf s[2], m[2];
-        if (i + PC_PAIR > head_dim) {
-            memset(last, 0, sizeof last);
-            memcpy(last, at, (size_t)(head_dim - i) * 4);
-            at = last;
+        float *const to = work->channels + i;
+        vf scales[2], offsets[2];
+        V(channel_pair)(from, head_dim, i, scales, offsets);
+        for (int j = 0; j < 2; j++) {
+            V(store)(to + j * PC_WIDTH, scales[j]);
+            V(store)(to + side->padded + j * PC_WIDTH, offsets[j]);
         }
-        V(half_pairs)(at, s, m);
-        V(store)(scales, s[0]);
-        V(store)(scales + PC_WIDTH, s[1]);
-        V(store)(offsets, V(fma)(s[0], eight, m[0]));
-        V(store)(offsets + PC_WIDTH, V(fma)(s[1], eight, m[1]));
     }
 }
 
@@ -164,8 +188,6 @@ PC_FUNCTION void V(prepare_run)(const pc_run *run, int direct, pc_work *work) {
     int64_t t;
     if (run->where == PC_SEALED && pc_is_grouped(shape->reading)) {
         V(take_scales)(run, work);
-    } else if (run->where == PC_SEALED && shape->reading == PC_READ_CHANNELS) {
-        V(take_channels)(side, run->scales[0], work);
     }
     tile->data = run->data;
     if (direct && run->where == PC_SEALED && shape->reading != PC_READ_OTHER) {
@@ -174,6 +196,9 @@ PC_FUNCTION void V(prepare_run)(const pc_run *run, int direct, pc_work *work) {
         tile->pairs = shape->values / PC_PAIR;
         tile->rest = shape->values % PC_PAIR;
     } else {
+        if (run->where == PC_SEALED && shape->reading == PC_READ_CHANNELS) {
+            V(take_channels)(side, run->scales[0], work);
+        }
         for (t = 0; t < run->count; t++) {
             float *const row = work->scratch + t * side->padded;
             V(decode)(run, t, work, row);

@@ -27,33 +27,38 @@ PC_VECTOR pc_tile V(part_of_run)(const pc_run *run, pc_range keys, pc_work *work
     return tile;
 }
 
-/* Queries of a slice times the scales of the run's channels, and their products with the offsets:
- * so that q · k is a sum over the stored numbers. */
-PC_FUNCTION void V(fold_channels)(const float *q, int64_t rows, int64_t padded, pc_work *work) {
-    const float *scales = work->channels, *offsets = scales + padded;
+/* Queries of a slice times the scales of the run's channels, to work->folded, and their products
+ * with the offsets, to work->bias: so that q · k is a sum over the stored numbers. */
+PC_VECTOR void V(fold_rows)(const int rows, const pc_run *run, const float *q, pc_work *work) {
+    const int64_t head_dim = run->side->kv->space->geometry[PC_SEALED].head_dim;
     float *folded = work->folded;
-    vf sums[PC_ROWS];
-    float lanes[PC_WIDTH];
-    int64_t i, m;
-    for (m = 0; m < PC_ROWS; m++) {
+    vf sums[PC_SUMS];
+    PC_UNROLL
+    for (int m = 0; m < PC_SUMS; m++) {
         sums[m] = V(all)(0.0f);
     }
-    for (i = 0; i < padded; i += PC_PAIR, scales += PC_PAIR, offsets += PC_PAIR) {
-        const vf sa = V(load)(scales), sb = V(load)(scales + PC_WIDTH);
-        const vf oa = V(load)(offsets), ob = V(load)(offsets + PC_WIDTH);
-        for (m = 0; m < rows; m++, q += PC_PAIR, folded += PC_PAIR) {
+    for (int64_t i = 0; i < run->side->padded; i += PC_PAIR) {
+        vf scales[2], offsets[2];
+        V(channel_pair)(run->scales[0], head_dim, i, scales, offsets);
+        PC_UNROLL
+        for (int m = 0; m < rows; m++, q += PC_PAIR, folded += PC_PAIR) {
             const vf a = V(load)(q), b = V(load)(q + PC_WIDTH);
-            V(store)(folded, a * sa);
-            V(store)(folded + PC_WIDTH, b * sb);
-            sums[m] = V(fma)(a, oa, V(fma)(b, ob, sums[m]));
+            V(store)(folded, a * scales[0]);
+            V(store)(folded + PC_WIDTH, b * scales[1]);
+            sums[m] = V(fma)(a, offsets[0], V(fma)(b, offsets[1], sums[m]));
         }
     }
-    for (m = 0; m < rows; m++) {
-        V(store)(lanes, sums[m]);
-        work->bias[m] = 0.0f;
-        for (i = 0; i < PC_WIDTH; i++) {
-            work->bias[m] += lanes[i];
-        }
+    for (int m = 0; m < PC_SUMS; m += PC_WIDTH) {
+        V(add_up)(sums + m, work->bias + m);
+    }
+}
+
+PC_FUNCTION void V(fold_channels)(int64_t rows, const pc_run *run, const float *q, pc_work *work) {
+    switch (rows) {
+    case 1: V(fold_rows)(1, run, q, work); break;
+    case 2: V(fold_rows)(2, run, q, work); break;
+    case 3: V(fold_rows)(3, run, q, work); break;
+    default: V(fold_rows)(4, run, q, work); break;
     }
 }
 
@@ -65,43 +70,65 @@ PC_FUNCTION void V(score_slice)(const pc_attend_plan *plan, const pc_run *run, i
     tile.in = work->q + row * plan->k.padded;
     tile.out = work->scores + row * PC_SCORE_STRIDE + (keys.low - start);
     if (channels) {
-        V(fold_channels)(tile.in, rows, plan->k.padded, work);
+        V(fold_channels)(rows, run, tile.in, work);
         tile.in = work->folded;
     }
     V(run_score)(work->reading, rows, &tile);
     for (int64_t m = 0; channels && m < rows; m++) {
         float *const scores = tile.out + m * PC_SCORE_STRIDE;
-        for (int64_t t = 0; t < tile.count; t++) {
-            scores[t] += work->bias[m];
+        const vf bias = V(all)(work->bias[m]);
+        for (int64_t t = 0; t < tile.count; t += PC_WIDTH) {
+            V(store)(scores + t, V(load)(scores + t) + bias);
         }
     }
 }
 
-/* Weights times scales, to work->weights; weights times offsets are added up in work->shifts, a
- * vector per row and group: so that p · v is a sum over the stored numbers. */
+/* Weights of the rows times the scales of a group, to `out`; and what the weights times the group's
+ * offsets add up to, a vector per row, to `shifts`. What stands behind the last token may be
+ * anything. */
+PC_VECTOR void V(fold_group)(const int rows, const pc_tile *tile, int64_t g, int has_offsets,
+                             float *out, float *shifts, int64_t step) {
+    const float *const scales = tile->scales + g * PC_SCALE_STRIDE;
+    const float *const offsets = tile->offsets + g * PC_SCALE_STRIDE;
+    const int64_t whole = tile->count / PC_WIDTH * PC_WIDTH;
+    vf sums[PC_ROWS];
+    PC_UNROLL
+    for (int m = 0; m < rows; m++) {
+        sums[m] = V(load)(shifts + m * step);
+    }
+    for (int64_t t = 0; t < tile->count; t += PC_WIDTH) {
+        const vf scale = V(load)(scales + t), offset = V(load)(offsets + t);
+        PC_UNROLL
+        for (int m = 0; m < rows; m++) {
+            const vf p = V(load)(tile->in + m * PC_SCORE_STRIDE + t);
+            V(store)(out + m * PC_WEIGHT_STRIDE + t, p * scale);
+            if (has_offsets && t < whole) {
+                sums[m] = V(fma)(p, offset, sums[m]);
+            }
+        }
+    }
+    PC_UNROLL
+    for (int m = 0; m < rows; m++) {
+        V(store)(shifts + m * step, sums[m]);
+        for (int64_t t = whole; has_offsets && t < tile->count; t++) {
+            shifts[m * step + t - whole] += tile->in[m * PC_SCORE_STRIDE + t] * offsets[t];
+        }
+    }
+}
+
+/* Weights times scales, to work->weights, and weights times offsets, to work->shifts: so that
+ * p · v is a sum over the stored numbers. */
 PC_FUNCTION void V(fold_scales)(const pc_tile *tile, int64_t row, int64_t rows, int64_t groups,
                                 int has_offsets, pc_work *work) {
-    const int64_t whole = tile->count / PC_WIDTH * PC_WIDTH, left = tile->count - whole;
-    int64_t g, m, t;
-    for (g = 0; g < groups; g++) {
-        const float *const scales = tile->scales + g * PC_SCALE_STRIDE;
-        const float *const offsets = tile->offsets + g * PC_SCALE_STRIDE;
-        for (m = 0; m < rows; m++) {
-            const float *const p = tile->in + m * PC_SCORE_STRIDE;
-            float *const out = work->weights + (g * PC_ROWS + m) * PC_WEIGHT_STRIDE;
-            float *const shift = work->shifts + ((row + m) * groups + g) * PC_WIDTH;
-            vf sum = V(load)(shift);
-            for (t = 0; t < whole; t += PC_WIDTH) {
-                V(store)(out + t, V(load)(p + t) * V(load)(scales + t));
-                sum = has_offsets ? V(fma)(V(load)(p + t), V(load)(offsets + t), sum) : sum;
-            }
-            V(store)(shift, sum);
-            if (left > 0) { /* what stands behind the last token may be anything */
-                V(store)(out + t, V(load)(p + t) * V(load)(scales + t));
-                for (t = 0; has_offsets && t < left; t++) {
-                    shift[t] += p[whole + t] * offsets[whole + t];
-                }
-            }
+    const int64_t step = groups * PC_WIDTH; /* from row to row of shifts */
+    for (int64_t g = 0; g < groups; g++) {
+        float *const out = work->weights + g * PC_ROWS * PC_WEIGHT_STRIDE;
+        float *const shifts = work->shifts + row * step + g * PC_WIDTH;
+        switch (rows) {
+        case 1: V(fold_group)(1, tile, g, has_offsets, out, shifts, step); break;
+        case 2: V(fold_group)(2, tile, g, has_offsets, out, shifts, step); break;
+        case 3: V(fold_group)(3, tile, g, has_offsets, out, shifts, step); break;
+        default: V(fold_group)(4, tile, g, has_offsets, out, shifts, step); break;
         }
     }
 }

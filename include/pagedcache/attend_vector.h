@@ -124,6 +124,24 @@ PC_VECTOR void V(transpose)(const uint8_t *const *rows, int64_t skip, float *to,
     _mm_storeu_ps(to + 3 * stride, d);
 }
 
+/* Of four rows, the 4 bytes at byte `skip` and 20, 40 and 60 behind it, into columns `stride` bytes
+ * apart. Rows have 64 bytes from there on. */
+#define PC_TURNS_PAIRS 1
+PC_VECTOR void V(turn_pairs)(const uint8_t *const *rows, int64_t skip, uint8_t *to,
+                             int64_t stride) {
+    const __m512i fifths =
+        _mm512_setr_epi32(0, 5, 10, 15, 0, 5, 10, 15, 0, 5, 10, 15, 0, 5, 10, 15);
+    __m128 x[4];
+    for (int i = 0; i < 4; i++) {
+        const __m512i row = _mm512_loadu_si512(rows[i] + skip);
+        x[i] = _mm_castsi128_ps(_mm512_castsi512_si128(_mm512_permutexvar_epi32(fifths, row)));
+    }
+    _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
+    for (int i = 0; i < 4; i++) {
+        _mm_storeu_ps((float *)(void *)(to + i * stride), x[i]);
+    }
+}
+
 /* out[i] is the sum over the lanes of sums[i]. */
 PC_VECTOR void V(add_up)(const vf *sums, float *out) {
     __m512 a[8], b[4], c[2];
@@ -219,6 +237,12 @@ PC_VECTOR void V(transpose)(const uint8_t *const *rows, int64_t skip, float *to,
     _mm_storeu_ps(to + stride, b);
     _mm_storeu_ps(to + 2 * stride, c);
     _mm_storeu_ps(to + 3 * stride, d);
+}
+
+#define PC_TURNS_PAIRS 0
+PC_VECTOR void V(turn_pairs)(const uint8_t *const *rows, int64_t skip, uint8_t *to,
+                             int64_t stride) {
+    (void)rows, (void)skip, (void)to, (void)stride;
 }
 
 PC_VECTOR void V(add_up)(const vf *sums, float *out) {
@@ -329,6 +353,12 @@ PC_VECTOR void V(transpose)(const uint8_t *const *rows, int64_t skip, float *to,
             memcpy(to + j * stride + i, rows[i] + skip + 4 * j, 4);
         }
     }
+}
+
+#define PC_TURNS_PAIRS 0
+PC_VECTOR void V(turn_pairs)(const uint8_t *const *rows, int64_t skip, uint8_t *to,
+                             int64_t stride) {
+    (void)rows, (void)skip, (void)to, (void)stride;
 }
 
 PC_VECTOR void V(add_up)(const vf *sums, float *out) {

@@ -100,7 +100,7 @@ PC_INLINE int64_t pc_lay_out(const pc_attend_plan *plan, pc_work *work, uint8_t 
     work->q = pc_take(&memory, rows * k * 4);
     work->scores = pc_take(&memory, rows * (PC_CHUNK + PC_SLACK) * 4);
     work->folded = pc_take(&memory, PC_ROWS * k * 4);
-    work->bias = pc_take(&memory, PC_ROWS * 4);
+    work->bias = pc_take(&memory, PC_SLACK * 4);
     work->scratch = pc_take(&memory, plan->decodes ? PC_RUN * most * 4 : 0);
     work->scales = pc_take(&memory, groups * PC_SCALE_STRIDE * 4);
     work->offsets = pc_take(&memory, groups * PC_SCALE_STRIDE * 4);
