@@ -36,7 +36,6 @@ PC_VECTOR void V(score)(const int reading, const int rows, const int tokens, con
         const float *q = tile->in;
         vf sums[PC_SUMS];
         float added[PC_SUMS];
-        PC_PREFETCH(tile->ahead_scales[first]);
         PC_UNROLL
         for (int i = 0; i < PC_SUMS; i++) {
             sums[i] = V(all)(0.0f);
@@ -153,9 +152,10 @@ PC_VECTOR void V(mix_columns)(const int reading, const int rows, const int pairs
 /* Add p · v of all tokens of the tile to the results of `rows` query rows: a few tokens at a time,
  * so that their rows are read from the nearest cache for the second and later columns. */
 PC_VECTOR void V(mix)(const int reading, const int rows, const int columns, const pc_tile *tile) {
+    const int64_t tokens = pc_is_grouped(reading) ? PC_RUN : PC_MIX_TOKENS;
     int64_t first, end, j;
     for (first = 0; first < tile->count; first = end) {
-        end = first + PC_MIX_TOKENS < tile->count ? first + PC_MIX_TOKENS : tile->count;
+        end = first + tokens < tile->count ? first + tokens : tile->count;
         for (j = 0; j + columns <= tile->pairs; j += columns) {
             V(mix_columns)(reading, rows, columns, tile, first, end, j);
         }
@@ -164,9 +164,6 @@ PC_VECTOR void V(mix)(const int reading, const int rows, const int columns, cons
         }
         if (tile->rest > 0 && !pc_is_grouped(reading)) {
             V(mix_columns)(reading, rows, 0, tile, first, end, j);
-        }
-        if (tile->ahead_lines > 0 && pc_is_grouped(reading)) {
-            PC_PREFETCH(tile->ahead_scales[first]);
         }
     }
 }

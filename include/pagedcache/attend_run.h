@@ -339,13 +339,15 @@ PC_FUNCTION const pc_run *V(next_run)(const pc_side *side, int64_t chunk, int di
     work->at_hand = !work->at_hand;
     V(find_run)(&work->walk, run, behind);
     work->tile.ahead = behind->data;
-    work->tile.ahead_scales = behind->scales;
     work->tile.ahead_lines = 0;
     if (behind->count > 0) {
         const pc_geometry *const g = &behind->side->kv->space->geometry[behind->where];
         work->tile.ahead_lines = pc_divide_up(g->row_data_nbytes, 64);
         for (int64_t i = 0; i < g->channel_nbytes; i += 64) {
             PC_PREFETCH(behind->scales[0] + i);
+        }
+        for (int64_t t = 0; g->row_scale_nbytes > 0 && t < behind->count; t += 4) {
+            PC_PREFETCH(behind->scales[t]);
         }
     }
     V(prepare_run)(run, direct, work);

@@ -22,7 +22,6 @@ PC_VECTOR pc_tile V(part_of_run)(const pc_run *run, pc_range keys, pc_work *work
     tile.offsets += keys.low - run->first;
     tile.count = keys.high - keys.low;
     tile.ahead += keys.low - run->first;
-    tile.ahead_scales += keys.low - run->first;
     work->tile.ahead_lines = 0;
     return tile;
 }

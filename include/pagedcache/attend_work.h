@@ -26,8 +26,7 @@ typedef struct {
     int64_t step;                  /* bytes from group to group of a row */
     int64_t pairs, rest, count;    /* rest: values behind the last whole pair of vectors */
     const uint8_t *const *ahead;   /* rows to be fetched meanwhile, one for each of these tokens */
-    const uint8_t *const *ahead_scales;
-    int64_t ahead_lines; /* of 64 bytes, of each row; 0: none */
+    int64_t ahead_lines;           /* of 64 bytes, of each row; 0: none */
     const float *in;
     float *out;
     int64_t out_stride;
