@@ -28,7 +28,7 @@
 
 #include "abi_attention.h"
 
-#define PC_CUDA_ABI 3
+#define PC_CUDA_ABI 4
 
 #ifdef __cplusplus
 #define PC_CUDA_API extern "C" __attribute__((visibility("default")))
@@ -125,6 +125,10 @@ PC_CUDA_API int pc_cuda_attend_sizes(int64_t head_dim, size_t *sizes);
  * a graph may be replayed with other items, places and queries. Head dimensions above 256 are
  * refused (cudaErrorInvalidValue). */
 PC_CUDA_API int pc_cuda_attend(const pc_cuda_attention *call, void *stream);
+
+/* *sum = the sum of nbytes / 8 words of 64 bits (nbytes and from: multiples of 16), modulo 2^64: a
+ * plain read, to measure others by. */
+PC_CUDA_API int pc_cuda_read(const void *from, size_t nbytes, uint64_t *sum, void *stream);
 
 /* ---- blocks, in all slabs by one launch ------------------------------------------------------ */
 

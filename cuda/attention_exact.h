@@ -14,27 +14,26 @@ template <class Format>
 PC_DEVICE void pc_score_exactly(const pc_attention &call, const pc_warp_view &warp,
                                 float (&scores)[2][2]) {
     const int g = warp.lane / 4, t = warp.lane % 4;
-    PC_UNROLL
-    for (int i = 0; i < 4; i++) {
-        scores[i / 2][i % 2] = 0.0f;
-    }
     PC_UNROLL_BY(1)
-    for (int slice = 0; slice < 4 * call.groups; slice++) {
-        const int group = slice / 4, part = slice % 4;
+    for (int i = 0; i < 4; i++) {
+        const int key = pc_first_key(call, i / 2) + 2 * t + i % 2;
+        const pc_staged_row row = pc_staged_row_of(call, PC_K, warp.open, warp.stage, key);
+        float score = 0.0f;
+        PC_UNROLL_BY(1)
+        for (int pair = 0; pair < 16 * call.groups; pair += 2) { /* of pairs of channels */
+            const int group = pair / 16, part = pair % 16 / 4, step = pair % 4;
+            const float4 *const query =
+                warp.queries + (group * PC_STEPS + step) * PC_WARP + 4 * g + part;
+            float x[4];
+            pc_reader<Format>::take(row, group, 8 * part + 2 * step, x);
+            score = fmaf(query[0].x + query[0].y, x[0], score);
+            score = fmaf(query[0].z + query[0].w, x[1], score);
+            score = fmaf(query[PC_WARP].x + query[PC_WARP].y, x[2], score);
+            score = fmaf(query[PC_WARP].z + query[PC_WARP].w, x[3], score);
+        }
         PC_UNROLL
-        for (int i = 0; i < 4; i++) {
-            const int key = pc_first_key(call, i / 2) + 2 * t + i % 2;
-            float x[8];
-            pc_reader<Format>::take(pc_staged_row_of(call, PC_K, warp.open, warp.stage, key), group,
-                                    8 * part, x);
-            PC_UNROLL
-            for (int step = 0; step < PC_STEPS; step++) {
-                const float4 query =
-                    warp.queries[(group * PC_STEPS + step) * PC_WARP + 4 * g + part];
-                float &score = scores[i / 2][i % 2];
-                score = fmaf(query.x + query.y, x[2 * step], score);
-                score = fmaf(query.z + query.w, x[2 * step + 1], score);
-            }
+        for (int j = 0; j < 4; j++) {
+            scores[j / 2][j % 2] = i == j ? score : scores[j / 2][j % 2];
         }
     }
 }

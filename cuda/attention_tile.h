@@ -196,7 +196,7 @@ PC_DEVICE void pc_add_values_of(const pc_attention &call, const pc_warp_view &wa
 template <int GROUPS>
 PC_DEVICE void pc_add_tile(const pc_attention &call, const pc_warp_view &warp, pc_key_tile tile,
                            pc_key_range keys, bool whole, pc_results<GROUPS> &made) {
-    float scores[2][2];
+    float scores[2][2] = {};
     switch (call.sides[PC_K][warp.open].code) {
 #define PC_SCORE_CASE(code, name, ...) \
     case code: pc_score_tile<pc_row_of_##name>(call, warp, scores); break;

@@ -38,6 +38,7 @@ _UNSAFE_BESIDE_CAPTURES = (
     "pc_cuda_store_blocks",
     "pc_cuda_load",
     "pc_cuda_attend",
+    "pc_cuda_read",
     "pc_cuda_find_nonfinite",
     "pc_cuda_copy_blocks",
     "pc_cuda_copy_tokens",

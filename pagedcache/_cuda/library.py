@@ -12,7 +12,7 @@ from typing import Any
 from pagedcache.errors import CudaUnavailableError
 
 #: The number that ``pc_cuda_abi()`` of a usable library returns (PC_CUDA_ABI in cuda/abi.h).
-ABI = 3
+ABI = 4
 #: Names another library than the one inside the package; read when a device is first asked for.
 PATH_VARIABLE = "PAGEDCACHE_CUDA_LIBRARY"
 FILE_NAME = "libpagedcache_cuda.so"
@@ -51,6 +51,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pc_cuda_load": (_I, (_P, _P, _Q, _P, _P, _Q, *_ROWS, _Q, _P)),
     "pc_cuda_attend_sizes": (_I, (_Q, _P)),
     "pc_cuda_attend": (_I, (_P, _P)),
+    "pc_cuda_read": (_I, (_P, _N, _P, _P)),
     "pc_cuda_find_nonfinite": (_I, (*_ROWS, _Q, _Q, _Q, _P, _P)),
     "pc_cuda_copy_blocks": (_I, (*_SLABS, _P, _P, _P, _Q, _I, _P)),
     "pc_cuda_copy_tokens": (_I, (*_SLABS, _P, _P, _Q, _P)),
