@@ -66,6 +66,26 @@ def test_store_and_gather_rows(capsys: Capture) -> None:
     assert all(row["pct_of_copy"] > 0 and row["peer"] is None for row in rows)
 
 
+def test_attend_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of K and V per second, beside a plain read of as many."""
+    from pagedcache.cli.bench.gpu import attend
+
+    monkeypatch.setattr(attend, "LAYERS_NBYTES", 1)
+    monkeypatch.setattr(attend, "BATCHES", (1, 3))
+    formats = {"bfloat16": 2, "q4k": (0.75 + 0.625) / 2}
+    rows = bench(capsys, "attend", *(f"--format={name}" for name in formats), "--tokens", "48")
+    assert [(row["variant"], row["format"]) for row in rows] == [
+        (f"decode, {batch} x 48 keys", name) for name in formats for batch in (1, 3)
+    ]
+    for row in rows:
+        batch = int(row["variant"].split()[1])
+        # 48 keys of 8 heads x 128 values, K and V
+        assert row["size"] == batch * 48 * 2048 * formats[row["format"]]
+        seconds = 48 * batch * row["ns_per_item"] * 1e-9
+        assert row["gbps_moved"] == pytest.approx(row["size"] / seconds / 1e9, rel=2e-3)
+        assert row["pct_of_copy"] > 0 and row["peer"] is None
+
+
 def test_convert_and_quantize_rows(capsys: Capture) -> None:
     rows = bench(capsys, "convert", "quantize", "--sizes", "16KiB", "--format", "q4_1")
     assert [row["variant"] for row in rows] == [

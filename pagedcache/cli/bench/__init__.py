@@ -3,8 +3,8 @@
 Contenders take turns and the median of at least 7 runs after a warm-up is printed. gbps_moved
 counts bytes read plus bytes written; pct_of_copy is its share of what memcpy moves at the same
 size; peer_ratio is the peer's time over ours (above 1: we are faster). Peers that are not
-installed leave the columns empty. One thread, but for attend, which says how many; there
-pct_of_copy is the share of a plain read.
+installed leave the columns empty. One thread, but for attend, which says how many; there, and
+for attend on a GPU, pct_of_copy is the share of a plain read.
 
 With --device cuda the device's own time counts, by CUDA events, the host keeping ahead of it; the
 copy is one from device to device that moves as many bytes. calls gives the host's time.
@@ -20,7 +20,7 @@ from ..output import free_memory, note, whole_number
 
 HELP = "speed beside memcpy and beside peers, on the CPU or on a GPU"
 AREAS = ("convert", "quantize", "store", "gather", "pool", "prefix", "attend")
-GPU_AREAS = ("convert", "quantize", "store", "gather", "blocks", "tables", "calls")
+GPU_AREAS = ("convert", "quantize", "store", "gather", "attend", "blocks", "tables", "calls")
 _MIN_RUNS = 7
 _GPU_TOKENS = 1 << 17  # 1 GiB of float32 K and V: far more than any cache between
 _ARRAYS = 5  # arrays of the largest size that are alive at once
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only this storage format (quantize, store, gather, attend, blocks); may be given "
         "again")
     add("--tokens", type=whole_number(1, 1 << 24), default=_GPU_TOKENS, metavar="N",
-        help="tokens of one store or gather on a GPU, halved until they fit "
-        f"(default {_GPU_TOKENS:,})")
+        help="tokens of one store or gather on a GPU, halved until they fit; no longer contexts "
+        f"of attend (default {_GPU_TOKENS:,})")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from .clock import Clock
 TOKEN_NBYTES = 2 * HEADS * HEAD_DIM * 4  # K and V of one token in float32
 _ARRAYS = 6  # of that size per token, alive at once: sources, results, the pool, two to copy
 _PATTERN = 4096  # different tokens; more repeat them
+_READ_NBYTES = 512 << 20  # several times any cache
 
 
 class Machine:
@@ -93,6 +95,22 @@ class Machine:
             self.device.call("pc_cuda_copy", target, source, nbytes, None)
 
         return self.timer(copy)
+
+    def read(self, nbytes: int) -> Timer:
+        """A plain read of ``nbytes`` bytes, somewhere else each time: no cache holds them."""
+        size = -(-nbytes // 256) * 256
+        parts = max(1, -(-_READ_NBYTES // size))
+        if self._copied is None or self._copied.nbytes < parts * size + 256:
+            if self._copied is not None:
+                self._copied.free()
+            self._copied = DeviceMemory(self.device, parts * size + 256, "a plain read")
+        first, end = self._copied.address, self._copied.address + parts * size
+        places = cycle(range(first, end, size))
+
+        def read() -> None:
+            self.device.call("pc_cuda_read", next(places), nbytes // 16 * 16, end, None)
+
+        return self.timer(read)
 
 
 def check(got: DeviceArray, given: DeviceArray, what: str) -> None:
