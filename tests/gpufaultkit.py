@@ -201,6 +201,13 @@ STEPS: dict[str, Step] = {
         ),
         _nothing,
     ),
+    "attend": (lambda w: w.cache.attend(0, w.ready["q"], w.seq("first"), stream=w.two), _nothing),
+    "attend to the host": (
+        lambda w: w.cache.attend(
+            1, np.ones((2, 2, 32), np.float32), [w.seq("hit"), w.seq("first")], return_lse=True
+        ),
+        _nothing,
+    ),
     "fetch": (lambda w: host(w.seq("child").views(1)[0].v), _nothing),
     "views": (lambda w: [v.k for v in w.seq("first").views(0, stream=w.two)], _nothing),
     "record_use": (lambda w: w.cache.record_use([w.seq("first")], w.two), _nothing),
@@ -258,6 +265,8 @@ def ready(world: World, step: str) -> None:
     elif step.startswith("store ") and step[-1].isdigit():
         layer = int(step[-1])
         made["store", layer] = world.give(layer, [60, 61, 62, 63, 64, 65, 66])
+    elif step == "attend":
+        made["q"] = upload(np.ones((2, 1, 32), np.float32), "cuda:0")
     elif step == "store raw":
         slots = world.seq("child").prepare(1).slots
         made["slots"] = upload(slots, "cuda:0")

@@ -73,6 +73,10 @@ class TorchStandIn(ModuleType):
         values = np.random.default_rng(0).standard_normal(shape, np.float32)
         return Tensor(upload(values.astype(_DTYPES[dtype]), device))
 
+    def empty(self, shape: tuple[int, ...], *, dtype: str, device: Any) -> Tensor:
+        assert (device.type, device.index) == ("cuda", self._device.ordinal)
+        return Tensor(upload(np.zeros(shape, _DTYPES[dtype]), self._device.name))
+
     def from_dlpack(self, x: Any) -> Tensor:
         assert x.__dlpack_device__() == (2, self._device.ordinal)
         capsule = x.__dlpack__(stream=1, max_version=(1, 0))  # the current stream, the default one

@@ -97,6 +97,7 @@ class Half:
         self.slots = upload(self.mapping.slots, "cuda:0")
         self.rows = [device_rows(cache, layer, [80, 81]) for layer in range(2)]
         self.host_rows = rows(cache.spec, 0, [80, 81])
+        self.q = upload(np.ones((1, 1, 32), np.float32), "cuda:0")
         self.out = [upload(np.zeros((6, 1, 32), np.float32), "cuda:0") for _ in "kv"]
         low.free()
 
@@ -134,6 +135,10 @@ REFUSED: dict[str, Callable[[Half], Any]] = {
     ),
     "gather": lambda h: h.parent.gather(0, stream=h.one),
     "gather out": lambda h: h.parent.gather(0, 0, 6, out=h.out, stream=h.one),
+    "attend": lambda h: h.cache.attend(0, h.q, h.parent, stream=h.one),
+    "attend of the host": lambda h: h.cache.attend(
+        0, np.ones((1, 1, 32), np.float32), h.parent, stream=h.one
+    ),
     "open partial hit": lambda h: h.cache.open([*range(40, 46), 7, 8], stream=h.one),
     "open hit of the other stream": lambda h: h.cache.open(range(60, 70), stream=h.one),
     "prepare copies": lambda h: h.child.prepare(1, stream=h.one),

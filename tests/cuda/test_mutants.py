@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_emulation import build, mutants
+from cuda_emulation import build, mutants, mutants_attention
+
+MUTANTS = (*mutants.MUTANTS, *mutants_attention.MUTANTS)
+VARIANTS = mutants_attention.VARIANTS
 
 slow = pytest.mark.skipif(
     os.environ.get("PAGEDCACHE_TEST_MUTANTS") != "1", reason="runs with PAGEDCACHE_TEST_MUTANTS=1"
@@ -27,7 +30,7 @@ def up_to_date(built: Path, sanitizer: str | None) -> None:
     build.Builder(built).build([sanitizer or "plain"])
 
 
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", (*MUTANTS, *VARIANTS), ids=lambda mutant: mutant.name)
 def test_its_place_is_there(mutant: mutants.Mutant) -> None:
     text = (build.KERNELS / mutant.file).read_text()
     assert mutants.changed_text(mutant, text) != text
@@ -35,7 +38,7 @@ def test_its_place_is_there(mutant: mutants.Mutant) -> None:
 
 
 @slow
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_fault_is_found(mutant: mutants.Mutant, built: Path, tmp_path: Path) -> None:
     up_to_date(built, mutant.sanitizer)
     library = mutants.build_mutant(mutant, built, tmp_path)
@@ -43,7 +46,16 @@ def test_a_fault_is_found(mutant: mutants.Mutant, built: Path, tmp_path: Path) -
     assert done.returncode in mutants.CAUGHT, done.stdout[-3000:]
 
 
-RUNS = sorted({(each.sanitizer or "", each.order, each.tests) for each in mutants.MUTANTS})
+@slow
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_what_makes_no_difference(variant: mutants.Mutant, built: Path, tmp_path: Path) -> None:
+    up_to_date(built, variant.sanitizer)
+    library = mutants.build_mutant(variant, built, tmp_path)
+    done = mutants.run_tests(built, library, variant.sanitizer, variant.order, variant.tests)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+RUNS = sorted({(each.sanitizer or "", each.order, each.tests) for each in MUTANTS})
 
 
 @slow
