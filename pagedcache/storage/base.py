@@ -175,6 +175,7 @@ class Storage(ABC):
 
     # ---- attention -----------------------------------------------------------------------
 
+    @abstractmethod
     def attention_arrays(
         self,
         layer: int,
@@ -192,8 +193,8 @@ class Storage(ABC):
         ``sinks``: ``[num_q_heads]``, no NaN or +inf. Raises :class:`ShapeError`,
         :class:`FormatError`, :class:`DeviceError` or :class:`InvalidArgumentError`.
         """
-        raise DeviceError("a layer on the CPU", "a layer on a GPU", "attend")
 
+    @abstractmethod
     def attend(
         self,
         layer: int,
@@ -216,7 +217,6 @@ class Storage(ABC):
         :class:`InvalidPositionError` or :class:`ShapeError` for lengths that do not fit, before
         anything is written.
         """
-        raise DeviceError("a layer on the CPU", "a layer on a GPU", "attend")
 
     # ---- copies --------------------------------------------------------------------------
 
