@@ -9,9 +9,13 @@
 
 #include "attend_rows.h"
 
+#include "attend_scales.h"
+
 #include "attend_run.h"
 
 #include "attend_softmax.h"
+
+#include "attend_slice.h"
 
 #include "attend_unit.h"
 

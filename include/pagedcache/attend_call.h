@@ -78,6 +78,9 @@ typedef struct {
 } pc_row_shape;
 
 PC_INLINE int pc_reading_of(int code) {
+#ifdef PC_READ_ALL_AS_OTHERS /* for tests: as if no format had kernels */
+    code = -1;
+#endif
     switch (code) {
     case PC_FORMAT_float32: return PC_READ_FLOAT32;
     case PC_FORMAT_float16: return PC_READ_FLOAT16;
@@ -98,7 +101,7 @@ PC_INLINE pc_row_shape pc_shape_of(const pc_geometry *g) {
     pc_row_shape shape;
     shape.reading = pc_reading_of(g->code);
     shape.has_offsets = g->code == PC_FORMAT_q4_1 || g->code == PC_FORMAT_q4k;
-    shape.first = apart ? 0 : f.scale_nbytes;
+    shape.first = apart || shape.reading == PC_READ_OTHER ? 0 : f.scale_nbytes;
     shape.step = f.quant_nbytes + (apart ? 0 : f.scale_nbytes);
     shape.scale_step = apart ? f.scale_nbytes : shape.step;
     shape.values = g->token_groups || f.group_size == 1
