@@ -23,10 +23,11 @@ PC_DEVICE void bring_queries(const pc_attention &call, const pc_cuda_attention_i
             if (row < item.rows && channel + j < call.head_dim) {
                 pc_load_values<1>(call.q.dtype, at + (channel + j) * call.q.value_stride, &value);
             }
+            /* what of the lower part no operand holds is left out everywhere: scores of quants that
+             * stand for others, and sums of channels, then fit together */
             parts[j] = pc_split(value * call.query_factor);
-            if (!(fabsf(parts[j].high) <= FLT_MAX)) { /* Inf has no second part */
-                parts[j].low = 0.0f;
-            }
+            const bool finite = fabsf(parts[j].high) <= FLT_MAX; /* Inf has no second part */
+            parts[j].low = finite ? pc_split(parts[j].low).high : 0.0f;
         }
         queries[i] = make_float4(parts[0].high, parts[0].low, parts[1].high, parts[1].low);
     }

@@ -31,7 +31,7 @@ struct pc_side {
     int lanes_log2, scale_lanes_log2;         /* lanes that copy a row together */
     int row_nbytes, scale_nbytes;
     int rounds;                   /* copies take bytes of neighbouring rows with them */
-    int lines;                    /* rows are whole numbers of 16 bytes, at such */
+    int lines, scale_lines;       /* rows are whole numbers of 16 bytes, at such */
     int row_step, scale_row_step; /* from row to row of a stage */
 };
 

@@ -25,7 +25,7 @@ PC_DEVICE void pc_score_exactly(const pc_attention &call, const pc_warp_view &wa
             const float4 *const query =
                 warp.queries + (group * PC_STEPS + step) * PC_WARP + 4 * g + part;
             float x[4];
-            pc_reader<Format>::take(row, group, 8 * part + 2 * step, x);
+            pc_reader<Format>::template take<PC_K>(row, group, 8 * part + 2 * step, x);
             score = fmaf(query[0].x + query[0].y, x[0], score);
             score = fmaf(query[0].z + query[0].w, x[1], score);
             score = fmaf(query[PC_WARP].x + query[PC_WARP].y, x[2], score);
@@ -60,7 +60,7 @@ PC_DEVICE void pc_add_exactly(const pc_attention &call, const pc_warp_view &warp
             if (part / 2 >= call.groups) {
                 continue;
             }
-            pc_reader<Format>::take(row, part / 2, 8 * t + part % 2 * 4, x);
+            pc_reader<Format>::template take<PC_V>(row, part / 2, 8 * t + part % 2 * 4, x);
             PC_UNROLL
             for (int j = 0; j < 4; j++) {
                 float &result = made.results[part / 2 * 4 + j][part % 2];

@@ -69,6 +69,7 @@ inline void pc_plan_scales(pc_side &side, const pc_geometry &g, uint64_t base) {
                                      (uint64_t)side.scale_head_step | (uint64_t)side.scale_step |
                                      (uint64_t)side.scale_nbytes);
     side.scale_units = whole / side.scale_unit;
+    side.scale_lines = side.scale_unit == 16 && whole == side.scale_nbytes;
     side.scale_lanes_log2 = pc_log2_of_lanes(side.scale_units);
     side.scale_row_step = side.by_tokens ? 0 : (whole + 15) / 16 * 16;
 }

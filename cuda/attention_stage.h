@@ -168,11 +168,15 @@ PC_DEVICE bool pc_stage_tile(const pc_attention &call, const pc_cuda_attention_i
             pc_stage_rows(side.unit, sources[k], call.keys, side.row_nbytes, side.units,
                           side.lanes_log2, to, side.row_step, lane);
         }
-        if (side.scale_units > 0) {
+        uint8_t *const scales_to = stage + call.stage.scales_at[k];
+        if (side.scale_units > 0 && line && side.scale_lines) {
+            pc_stage_line(sources[2 + k][0], side.scale_step, side.by_tokens ? 1 : call.keys,
+                          side.scale_units, side.scale_lanes_log2, scales_to, side.scale_row_step,
+                          lane);
+        } else if (side.scale_units > 0) {
             pc_stage_rows(side.scale_unit, sources[2 + k] + (side.by_tokens ? existing : 0),
                           side.by_tokens ? 1 : call.keys, side.scale_nbytes, side.scale_units,
-                          side.scale_lanes_log2, stage + call.stage.scales_at[k],
-                          side.scale_row_step, lane);
+                          side.scale_lanes_log2, scales_to, side.scale_row_step, lane);
         }
     }
     return open;

@@ -15,7 +15,8 @@
 template <class Format>
 PC_DEVICE void pc_score_keys(const pc_attention &call, const pc_warp_view &warp,
                              float (&scores)[2][2]) {
-    constexpr pc_way way = pc_reader<Format>::way;
+    using reader = pc_reader<Format>;
+    constexpr pc_way way = reader::way;
     const int g = warp.lane / 4, t = warp.lane % 4;
     pc_staged_row own[2], scored[2][2]; /* whose values are read here, whose scores are */
     PC_UNROLL
@@ -33,7 +34,7 @@ PC_DEVICE void pc_score_keys(const pc_attention &call, const pc_warp_view &warp,
         float x[2][8];
         PC_UNROLL
         for (int n = 0; n < 2; n++) {
-            pc_reader<Format>::take(own[n], group, 8 * t, x[n]);
+            reader::template take<PC_K>(own[n], group, 8 * t, x[n]);
         }
         float products[2][4] = {};
         PC_UNROLL
@@ -56,14 +57,20 @@ PC_DEVICE void pc_score_keys(const pc_attention &call, const pc_warp_view &warp,
             }
         }
         if constexpr (way == PC_SCALED) {
-            const float sum = warp.sums[group * PC_ROWS + g];
+            const float sum = warp.sums[group * PC_ROWS + g], zero = -sum * reader::zero;
             PC_UNROLL
             for (int n = 0; n < 2; n++) {
                 PC_UNROLL
                 for (int j = 0; j < 2; j++) {
-                    const pc_group_scale by = pc_reader<Format>::scale(scored[n][j], group);
-                    sums[n][j] = fmaf(by.scale, products[n][j] + products[n][2 + j],
-                                      fmaf(by.minimum, sum, sums[n][j]));
+                    const pc_group_scale by = reader::scale(scored[n][j], group);
+                    float product = products[n][j] + products[n][2 + j];
+                    if constexpr (reader::zero > 0.0f) {
+                        product = fmaf(product, reader::gain, zero);
+                    }
+                    sums[n][j] = fmaf(by.scale, product, sums[n][j]);
+                    if constexpr (reader::has_minimum) {
+                        sums[n][j] = fmaf(by.minimum, sum, sums[n][j]);
+                    }
                 }
             }
         }
@@ -77,11 +84,61 @@ PC_DEVICE void pc_score_keys(const pc_attention &call, const pc_warp_view &warp,
     }
 }
 
+/* The same where scales and minima are channels', the same ones for all keys of the tile (q4k): it
+ * is the query that is scaled. */
+PC_DEVICE void pc_score_channels(const pc_attention &call, const pc_warp_view &warp,
+                                 float (&scores)[2][2]) {
+    const int g = warp.lane / 4, t = warp.lane % 4;
+    pc_staged_row own[2];
+    PC_UNROLL
+    for (int n = 0; n < 2; n++) {
+        own[n] = pc_staged_row_of(call, PC_K, warp.open, warp.stage, pc_first_key(call, n) + g);
+    }
+    float sums[2][4] = {}, rest = 0.0f; /* rest: of this lane's channels, for every key */
+    PC_UNROLL_BY(1)
+    for (int group = 0; group < call.groups; group++) {
+        uint32_t scales[8];
+        float x[2][8];
+        pc_take<32>(own[0].scales + 4 * (group * PC_GROUP + 8 * t), scales);
+        PC_UNROLL
+        for (int n = 0; n < 2; n++) {
+            pc_take_pairs<pc_nibbles<PC_K, 0>>(own[n].data + (group * PC_GROUP + 8 * t) / 2, x[n]);
+        }
+        PC_UNROLL
+        for (int step = 0; step < PC_STEPS; step++) {
+            const float4 query = warp.queries[(group * PC_STEPS + step) * PC_WARP + warp.lane];
+            const float whole[2] = {query.x + query.y, query.z + query.w};
+            pc_halves scaled[2];
+            PC_UNROLL
+            for (int j = 0; j < 2; j++) {
+                const uint32_t both = scales[2 * step + j];
+                const float product = whole[j] * pc_widen_half((uint16_t)both);
+                scaled[j] = pc_split(product);
+                rest = fmaf(whole[j], pc_widen_half((uint16_t)(both >> 16)), rest);
+                rest = fmaf(product, -16.0f, rest);
+            }
+            const float a[4] = {scaled[0].high, scaled[0].low, scaled[1].high, scaled[1].low};
+            PC_UNROLL
+            for (int n = 0; n < 2; n++) {
+                const float b[2] = {x[n][2 * step], x[n][2 * step + 1]};
+                pc_mma(sums[n], a, b);
+            }
+        }
+    }
+    rest += __shfl_xor_sync(~0u, rest, 1);
+    rest += __shfl_xor_sync(~0u, rest, 2);
+    PC_UNROLL
+    for (int i = 0; i < 4; i++) {
+        scores[i / 2][i % 2] = fmaf(sums[i / 2][i % 2] + sums[i / 2][2 + i % 2], 16.0f, rest);
+    }
+}
+
 /* Add the values of the tile's keys, weights[n][j] of key 8 n + 2 t + j each. */
 template <class Format, int GROUPS>
 PC_DEVICE void pc_add_values(const pc_attention &call, const pc_warp_view &warp,
                              const float (&weights)[2][2], pc_results<GROUPS> &made) {
-    constexpr pc_way way = pc_reader<Format>::way;
+    using reader = pc_reader<Format>;
+    constexpr pc_way way = reader::way;
     const int g = warp.lane / 4, t = warp.lane % 4;
     PC_UNROLL
     for (int n = 0; n < 2; n++) {
@@ -98,11 +155,13 @@ PC_DEVICE void pc_add_values(const pc_attention &call, const pc_warp_view &warp,
             float x[2][4];
             PC_UNROLL
             for (int j = 0; j < 2; j++) {
-                pc_reader<Format>::take(rows[j], group, 4 * g, x[j]);
+                reader::template take<PC_V>(rows[j], group, 4 * g, x[j]);
                 if constexpr (way == PC_SCALED) {
-                    const pc_group_scale by = pc_reader<Format>::scale(rows[j], group);
+                    const pc_group_scale by = reader::scale(rows[j], group);
                     halves[j] = pc_split(weights[n][j] * by.scale);
-                    made.floors[group] = fmaf(weights[n][j], by.minimum, made.floors[group]);
+                    if constexpr (reader::has_minimum) {
+                        made.floors[group] = fmaf(weights[n][j], by.minimum, made.floors[group]);
+                    }
                 }
             }
             const float a[4] = {halves[0].high, halves[0].low, halves[1].high, halves[1].low};
@@ -175,7 +234,9 @@ PC_DEVICE void pc_weigh(const pc_attention &call, pc_key_tile tile, int lane, pc
 template <class Format>
 PC_DEVICE void pc_score_tile(const pc_attention &call, const pc_warp_view &warp,
                              float (&scores)[2][2]) {
-    if (Format::packing == PC_PACK_DENSE && warp.exact) {
+    if constexpr (Format::group_axis == PC_AXIS_TOKENS) {
+        pc_score_channels(call, warp, scores);
+    } else if (Format::packing == PC_PACK_DENSE && warp.exact) {
         pc_score_exactly<Format>(call, warp, scores);
     } else {
         pc_score_keys<Format>(call, warp, scores);

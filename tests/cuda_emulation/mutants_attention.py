@@ -96,7 +96,13 @@ MUTANTS = (
     Mutant(
         "minima of keys left out",
         "attention_tile.h", KERNEL,
-        "fmaf(by.minimum, sum, sums[n][j])", "sums[n][j]",
+        "sums[n][j] = fmaf(by.minimum, sum, sums[n][j]);", "",
+        "test_kernels_attention and any_order and fwd",
+    ),
+    Mutant(
+        "eight less of every nibble forgotten",
+        "attention_values.h", KERNEL,
+        "pc_operands<PC_SCALED, 16, 24> {", "pc_operands<PC_SCALED, 16, 16> {",
         "test_kernels_attention and any_order and fwd",
     ),
     Mutant(
@@ -141,8 +147,7 @@ VARIANTS = tuple(
     Mutant(
         f"{name} read by the function of the format table",
         "attention_values.h", KERNEL,
-        f"struct pc_reader<pc_row_of_{name}> {{",
-        f"struct pc_reader<const pc_row_of_{name}> {{",
+        f"struct pc_reader<pc_row_of_{name}> :", f"struct pc_reader<const pc_row_of_{name}> :",
         f"test_kernels_attention and {name} and (every_format or any_address or never_matter)",
     )
     for name in ("q8", "q4_0", "q4_1")
