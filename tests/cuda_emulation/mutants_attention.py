@@ -126,7 +126,7 @@ MUTANTS = (
         "test_kernels_attention and never_matter and q8",
     ),
     Mutant(
-        "distance of blocks in 32 bits",
+        "distance of attended blocks in 32 bits",
         "attention_stage.h", KERNEL,
         "(uint64_t)(source.place * own.block_stride)",
         "(uint64_t)(int64_t)(int32_t)(source.place * own.block_stride)",
