@@ -9,6 +9,12 @@ namespace {
 /* Slabs of K and of V, of every layer. */
 struct both_kinds {
     const pc_slab *k, *v;
+
+    /* Number `which` of K and V in turn. */
+    PC_DEVICE pc_slab slab(int which) const {
+        const pc_slab *const slabs = which % 2 ? v : k;
+        return slabs[which / 2];
+    }
 };
 
 /* grid: x along the places, y over K and V of every layer. */
@@ -17,8 +23,7 @@ __global__ void __launch_bounds__(PC_CTA, PC_CTAS)
                    int num_tables, const int32_t *places, int64_t first, int64_t count,
                    uint64_t *table, int64_t capacity) {
     for (int which = (int)blockIdx.y; which < num_tables; which += (int)gridDim.y) {
-        const pc_slab own = (which % 2 ? sealed.v : sealed.k)[which / 2];
-        const pc_slab other = (which % 2 ? open.v : open.k)[which / 2];
+        const pc_slab own = sealed.slab(which), other = open.slab(which);
         uint64_t *const entries = table + which * capacity + first;
         for (int64_t i = pc_thread(); i < count; i += pc_num_threads()) {
             const int64_t place = places[i];
