@@ -118,14 +118,16 @@ def test_every_length(board: Board) -> None:
         check(pair, [make_query(pair[0], 1, length, 4, seed=length)], what=length)
 
 
-@pytest.mark.parametrize("length", (1024, 4097))
-def test_a_long_sequence_in_any_number_of_parts(board: Board, length: int) -> None:
+@pytest.mark.parametrize(
+    ("fmt", "length"), (("bfloat16", 1024), ("q8_0", 1000), ("bfloat16", 4097))
+)
+def test_a_long_sequence_in_any_number_of_parts(board: Board, fmt: str, length: int) -> None:
     """Equal within their arithmetic, whatever the parts; the last CTA adds in their order."""
     if SHORT and length > 2000:
         pytest.skip("the short profile")
-    pair = places(board, "bfloat16", block_size=16, dim=64, heads=1, num_blocks=260)
+    pair = places(board, fmt, block_size=16, dim=64, heads=1, num_blocks=260)
     query = make_query(pair[0], 1, length, 4)
-    splits = (0, 1, 2, 7, 64)
+    splits = (0, 1, 2, 7, 20, 64)
     answers = [check(pair, [query], split=split, what=split) for split in splits]
     for answer in answers[1:]:
         np.testing.assert_allclose(answer.out, answers[0].out, rtol=2e-5, atol=2e-6)

@@ -49,7 +49,13 @@ MUTANTS = (
         "parts passed on without a fence",
         KERNEL, KERNEL,
         "        __threadfence(); /* whoever comes later sees it */\n", "",
-        "any_order and fwd", "thread",
+        "in_any_number_of_parts and 1024", "thread",
+    ),
+    Mutant(
+        "parts of others read without a fence",
+        KERNEL, KERNEL,
+        "        __threadfence(); /* what the others have written is seen from here on */\n", "",
+        "in_any_number_of_parts and 1024", "thread",
     ),
     Mutant(
         "a ticket taken before all threads have written",
@@ -73,7 +79,7 @@ MUTANTS = (
         "a stage filled while others still read it",
         "attention_stage.h", KERNEL,
         "        __syncwarp(); /* all lanes are done with the tile that was in its place */\n", "",
-        "in_any_number_of_parts and 1024", "thread",
+        "in_any_number_of_parts and q8_0", "thread",
     ),
     Mutant(
         "results put over stages that others still read",
@@ -103,7 +109,7 @@ MUTANTS = (
         "eight less of every nibble forgotten",
         "attention_values.h", KERNEL,
         "pc_operands<PC_SCALED, 16, 24> {", "pc_operands<PC_SCALED, 16, 16> {",
-        "test_kernels_attention and any_order and fwd",
+        "test_kernels_attention and any_order and fwd", nth=1,
     ),
     Mutant(
         "open blocks read as sealed ones",

@@ -9,15 +9,10 @@
 
 namespace pc_emulation {
 
-/* What a thread did before its fence comes before what another one does behind its own fence, where
- * an atomic of the first lies between, and a later atomic of the second at the same address. */
 inline void between_fences([[maybe_unused]] void *address) {
 #if defined(__SANITIZE_THREAD__)
     Unwatched unwatched;
-    Thread &self = *machine.current;
-    if (self.has_fenced)
-        __tsan_release(address);
-    self.atomics.push_back(address);
+    machine.current->fences.at_atomic(address);
 #endif
 }
 
@@ -60,10 +55,6 @@ T atomicCAS(T *address, std::type_identity_t<T> expected, std::type_identity_t<T
 inline void __threadfence() {
 #if defined(__SANITIZE_THREAD__)
     pc_emulation::Unwatched unwatched;
-    pc_emulation::Thread &self = *pc_emulation::machine.current;
-    for (void *address : self.atomics)
-        __tsan_acquire(address);
-    self.atomics.clear();
-    self.has_fenced = true;
+    pc_emulation::machine.current->fences.pass();
 #endif
 }

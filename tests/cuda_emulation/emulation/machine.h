@@ -37,9 +37,8 @@ struct Thread {
     WarpOperation operation;
     unsigned mask, source_lane;
     uint64_t value, result;
-    unsigned products = 0;       // of matrices that it took part in
-    bool has_fenced = false;     // in this CTA
-    std::vector<void *> atomics; // addresses of its atomics since its last fence
+    unsigned products = 0; // of matrices that it took part in
+    Fences fences;
     std::vector<PendingCopy> open_copies;
     std::deque<std::vector<PendingCopy>> committed_copies;
 

@@ -47,9 +47,31 @@ inline void allow(void *address, size_t nbytes) {
 #endif
 }
 
+/* Passes on what is known at one address to another; it must not be learned by who asks for it: an
+ * identity of the carrier's own does the work, and remembers it. */
+class Carrier {
+  public:
+    void carry([[maybe_unused]] void *from, [[maybe_unused]] void *to) {
+#if defined(__SANITIZE_THREAD__)
+        void *self = __tsan_get_current_fiber();
+        if (!identity_)
+            identity_ = __tsan_create_fiber(0);
+        __tsan_switch_to_fiber(identity_, __tsan_switch_to_fiber_no_sync);
+        __tsan_acquire(from);
+        __tsan_release(to);
+        __tsan_switch_to_fiber(self, __tsan_switch_to_fiber_no_sync);
+#endif
+    }
+
+  private:
+#if defined(__SANITIZE_THREAD__)
+    void *identity_ = nullptr;
+#endif
+};
+
 /* A place where threads meet. What happened before arrive() of each happens before what comes after
  * leave() of each, once the scheduler has called open(). It must not learn the order itself, or it
- * would carry it to other warps and CTAs: an identity of the place's own passes it on. */
+ * would carry it to other warps and CTAs. */
 class Meeting {
   public:
     void arrive() {
@@ -58,15 +80,7 @@ class Meeting {
 #endif
     }
     void open() {
-#if defined(__SANITIZE_THREAD__)
-        void *self = __tsan_get_current_fiber();
-        if (!identity_)
-            identity_ = __tsan_create_fiber(0);
-        __tsan_switch_to_fiber(identity_, __tsan_switch_to_fiber_no_sync);
-        __tsan_acquire(&arrived_);
-        __tsan_release(&open_);
-        __tsan_switch_to_fiber(self, __tsan_switch_to_fiber_no_sync);
-#endif
+        carrier_.carry(&arrived_, &open_);
     }
     void leave() {
 #if defined(__SANITIZE_THREAD__)
@@ -86,10 +100,36 @@ class Meeting {
     }
 
   private:
-#if defined(__SANITIZE_THREAD__)
     char arrived_ = 0, open_ = 0;
-    void *identity_ = nullptr;
+    Carrier carrier_;
+};
+
+/* A thread's fences. Its atomics pass on what it did before its last fence, nothing that it did
+ * since; and what they met is known to it from its next fence on. */
+class Fences {
+  public:
+    void pass() {
+#if defined(__SANITIZE_THREAD__)
+        __tsan_release(&done_);
+        __tsan_acquire(&met_);
+        passed_ = true;
 #endif
+    }
+    void at_atomic([[maybe_unused]] void *address) {
+#if defined(__SANITIZE_THREAD__)
+        in_.carry(address, &met_);
+        if (passed_)
+            out_.carry(&done_, address);
+#endif
+    }
+    void begin_cta() {
+        passed_ = false;
+    }
+
+  private:
+    char done_ = 0, met_ = 0;
+    bool passed_ = false;
+    Carrier in_, out_;
 };
 
 // The emulation's own variables are no business of the race detector.

@@ -147,8 +147,7 @@ inline void run_cta() {
     for (Thread *thread : machine.order) {
         thread->state = State::fresh;
         thread->products = 0;
-        thread->has_fenced = false;
-        thread->atomics.clear();
+        thread->fences.begin_cta();
         thread->open_copies.clear();
         thread->committed_copies.clear();
     }
