@@ -68,9 +68,11 @@ class PagedKVCache(
 
     ``num_open_blocks``: how many blocks may be open at once where the spec keeps part-filled
     blocks in a float format (``CacheSpec.open_blocks``); each costs ``spec.open_block_nbytes``
-    beside the blocks. By default a sixteenth of the blocks, at least 8. A sequence needs one for
-    its last block, another for the one before until that is a block behind the end, and a third
-    while it is written across a block's end.
+    beside the blocks. By default a sixteenth of the blocks, at least 16. A sequence needs one for
+    its last block, another while it is written across that block's end, and a third where there
+    are many. ``open`` keeps two back for a prompt (one within a block), so that what a sequence was
+    opened for can be written whatever others do, if one step is committed before the next; where
+    they are missing, it raises ``OutOfOpenBlocksError``.
 
     Thread-safe: any mix of calls on different handles; readers beside the one writer of a handle.
     A context manager: leaving the block closes it. It cannot be copied or pickled, and belongs to

@@ -193,9 +193,9 @@ class CacheSpec:
 
     def default_open_blocks(self, num_blocks: int) -> int:
         """Open blocks a cache of ``num_blocks`` has unless it is told otherwise: one for 16 blocks,
-        at least 8, never more than blocks; 0 without open blocks."""
+        at least 16, never more than blocks; 0 without open blocks."""
         num_blocks = as_count(num_blocks, "num_blocks")
-        return min(num_blocks, max(8, -(-num_blocks // 16))) if self.has_open_blocks else 0
+        return min(num_blocks, max(16, -(-num_blocks // 16))) if self.has_open_blocks else 0
 
     def blocks_for(self, memory: SupportsIndex | str) -> int:
         """Blocks that fit into ``memory``: bytes, or a text like ``"2GiB"``; may be 0.

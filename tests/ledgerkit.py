@@ -74,5 +74,9 @@ class Kit:
         with self.ledger.pin_range(seq, 0, stop) as pin:
             return self.places.rows[pin.places].reshape(-1)[:stop].tolist()
 
+    def counts(self) -> dict[str, int]:
+        """All figures but the work that was done."""
+        return {k: n for k, n in self.ledger.stats().items() if k != "steps"}
+
     def is_open(self, seq) -> list[bool]:
         return (seq.places() >= self.places.num_blocks).tolist()

@@ -24,7 +24,7 @@ def keep_for_ever(*objects: object) -> None:
 
 def lively_pool() -> tuple[Ledger, list]:
     """Used cached blocks 0 and 1 and an open tail 2, idle 3 and 4, blank 5, 6 and 7."""
-    ledger = Ledger(12, 4, num_open=3)
+    ledger = Ledger(12, 4, num_open=5)
     seq = ledger.open(tokens(10))
     ledger.commit(seq, 10)
     ledger.prepare([seq], [1])

@@ -241,7 +241,7 @@ def test_figures_count_the_open_blocks() -> None:
 def test_default_number_of_open_blocks_and_memory() -> None:
     # SPEC F11
     assert make(4).num_open_blocks == 4
-    assert make(8).num_open_blocks == make(100).num_open_blocks == 8
+    assert make(16).num_open_blocks == make(100).num_open_blocks == 16
     assert make(1000).num_open_blocks == 63
     spec = make().spec
     cache = pc.PagedKVCache(spec, memory=100_000)

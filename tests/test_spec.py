@@ -148,7 +148,7 @@ def test_blocks_for() -> None:
     q4k = spec(kv_format="q4k")
     for num_blocks in (1, 5, 8, 9, 100, 1000):
         opened = q4k.default_open_blocks(num_blocks)
-        assert opened == min(num_blocks, max(8, -(-num_blocks // 16)))
+        assert opened == min(num_blocks, max(16, -(-num_blocks // 16)))
         whole = q4k.storage_nbytes(num_blocks, opened)
         assert (q4k.blocks_for(whole), q4k.blocks_for(whole - 1)) == (num_blocks, num_blocks - 1)
     assert s.default_open_blocks(100) == 0

@@ -9,7 +9,6 @@ many, and then the copy is given up.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from pagedcache.bookkeeping.blocks cimport take, touch_block
-from pagedcache.bookkeeping.opening cimport can_seal_early
 from pagedcache.bookkeeping.prefix_index cimport index_find, index_find_partial, serial_of
 from pagedcache.bookkeeping.sequences cimport extra_bytes, extra_size
 from pagedcache.bookkeeping.types cimport *
@@ -75,9 +74,8 @@ cdef result_t plan_open(pool_t *p, const uint32_t *tokens, int64_t n, identity_t
         if slot != NONE and matched >= p.partial_min:
             m.source = p.index.nodes[slot].block
             m.rows = matched
-    if m.rows == 0 or (p.num_open > 0 and p.open_used == p.num_open and not can_seal_early(p)):
-        m.source = NONE               # the copy is a block that is not full: it needs a slot
-        m.rows = 0
+    if m.rows == 0:
+        m.source = NONE
     m.total = max(blocks_for(upto, B), m.num_hits + (m.source != NONE))
     m.fresh = m.total - m.num_hits
     m.available = num_free(p) - m.idle_hits

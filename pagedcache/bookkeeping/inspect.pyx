@@ -100,6 +100,8 @@ cdef result_t check_open(pool_t *p) noexcept nogil:
         slot = p.open_next[slot]
     if used != p.open_used or used + free != p.num_open or last != p.open_last:
         return answer(E_CORRUPT, NONE, 17)
+    if p.open_promised < 0 or p.open_promised > free:
+        return answer(E_CORRUPT, NONE, 19)
     return answer(OK)
 
 
@@ -107,9 +109,10 @@ cdef result_t check_sequences(pool_t *p, int32_t *held) noexcept nogil:
     """Tables name used blocks, lengths fit, cached blocks hold the sequence's own tokens."""
     cdef seq_t *s = p.first
     cdef seq_t *before = NULL
-    cdef int64_t i, furthest, n = 0
+    cdef int64_t i, furthest, n = 0, promised = 0
     cdef int32_t b
     while s != NULL:
+        promised += s.promised
         if s.prev != before or s.freed:
             return answer(E_CORRUPT, NONE, 14)
         if (s.computed < 0 or s.known > s.history or s.known < 0
@@ -137,6 +140,8 @@ cdef result_t check_sequences(pool_t *p, int32_t *held) noexcept nogil:
         s = s.next
     if n != p.num_sequences or p.last != before:
         return answer(E_CORRUPT, NONE, 14)
+    if promised != p.open_promised:
+        return answer(E_CORRUPT, NONE, 19)
     for b in range(p.fresh):
         if held[b] + (p.loans[b] if p.loans != NULL else p.refs[b]) != p.refs[b]:
             return answer(E_CORRUPT, b, 0)

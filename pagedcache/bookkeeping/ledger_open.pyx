@@ -14,7 +14,7 @@ from pagedcache.bookkeeping.copies cimport copies_reserve, queue_copy
 from pagedcache.bookkeeping.gate cimport leave
 from pagedcache.bookkeeping.handles cimport SeqState, enter_fast, new_state
 from pagedcache.bookkeeping.ledger_base cimport HUGE, LedgerBase, token_pointer
-from pagedcache.bookkeeping.opening cimport open_block
+from pagedcache.bookkeeping.opening cimport open_block, promise, slots_for
 from pagedcache.bookkeeping.sequences cimport (
     identity_drop, identity_new, num_tokens, seq_destroy, seq_link, seq_new, table_reserve,
     tokens_reserve,
@@ -60,7 +60,7 @@ cdef class LedgerOpen(LedgerBase):
         cdef uint8_t *scratch = <uint8_t *> pc_calloc(size, 1)
         cdef match_t m
         cdef result_t r
-        cdef int32_t target = NONE
+        cdef int32_t target = NONE, slots
         if (scratch == NULL or not tokens_reserve(s, n)
                 or not table_reserve(s, blocks_for(max(n, upto), p.block_size))):
             pc_release(scratch)
@@ -72,9 +72,12 @@ cdef class LedgerOpen(LedgerBase):
             try:
                 with nogil:
                     r = plan_open(p, s.tokens, n, s.identity, upto, scratch, &m)
-                if (r.code == OK and m.source != NONE and p.num_open > 0
-                        and p.open_used == p.num_open):
-                    self._seal_early(1)          # plan_open() has seen that there is one
+                if r.code == OK:
+                    slots = slots_for(p, m.cached_tokens, max(s.opened, n, upto))
+                    if slots > free_slots(p):
+                        self._seal_early(slots - free_slots(p))
+                    if slots > free_slots(p):
+                        r = answer(E_OPEN, slots, free_slots(p), p.num_open)
                 with nogil:
                     if (r.code == OK and m.source != NONE and p.deferred
                             and not copies_reserve(p, 1)):
@@ -83,8 +86,10 @@ cdef class LedgerOpen(LedgerBase):
                         if m.source != NONE:
                             pin_block(p, m.source)
                         apply_open(p, s, &m, &target)
+                        promise(p, s, slots)
                         if target != NONE and p.num_open > 0:
                             open_block(p, target)
+                            promise(p, s, slots - 1)
                 if r.code == OK and target != NONE:
                     if p.deferred:
                         pin_block(p, target)
@@ -102,6 +107,7 @@ cdef class LedgerOpen(LedgerBase):
                             s.num_cached = 0
                             s.indexed = 0
                             s.unsealed = 0
+                            promise(p, s, 0)
                             raise
                         finally:
                             unpin_block(p, m.source)

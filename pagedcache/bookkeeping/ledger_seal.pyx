@@ -5,7 +5,9 @@ from libc.stdint cimport int32_t, int64_t
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
 from pagedcache.bookkeeping.committing cimport apply_commit, index_blocks
 from pagedcache.bookkeeping.ledger_pin cimport LedgerPin
-from pagedcache.bookkeeping.opening cimport plan_last_seals, plan_seals
+from pagedcache.bookkeeping.opening cimport (
+    plan_last_seals, plan_seals, renew_promise, slots_wanted,
+)
 from pagedcache.bookkeeping.steps cimport may_commit_many
 from pagedcache.bookkeeping.types cimport *
 
@@ -29,18 +31,27 @@ cdef class LedgerSeal(LedgerPin):
             self._seal(seqs, counts, n)
         for i in range(n):
             apply_commit(p, seqs[i], counts[i])
+            renew_promise(p, seqs[i])
         return r
 
     cdef int _seal(self, seq_t **seqs, const int64_t *counts, int64_t n) except -1:
-        """Seal what will be full and far enough behind the end once these counts are committed."""
+        """Seal what will be full and far enough behind the end once these counts are committed; or
+        just full, where that leaves too few slots for what a sequence was opened for."""
         cdef pool_t *p = self.pool.p
-        cdef int64_t i, found = 0
+        cdef int64_t i, end, found = 0, wanted = 0
         cdef int32_t *blocks = <int32_t *> pc_calloc(p.open_used, sizeof(int32_t))
         if blocks == NULL:
             raise StorageMemoryError(4 * p.open_used, "a list of blocks to seal")
         try:
             for i in range(n):
-                found += plan_seals(p, seqs[i], seqs[i].computed + counts[i], blocks + found)
+                end = seqs[i].computed + counts[i]
+                found += plan_seals(p, seqs[i], end, 1, blocks + found)
+                wanted += slots_wanted(p, seqs[i], end) - seqs[i].promised
+            for i in range(n):
+                if wanted <= free_slots(p) + found:
+                    break
+                end = seqs[i].computed + counts[i]
+                found += plan_seals(p, seqs[i], end, 0, blocks + found)
             self._move_seals(blocks, found)
         finally:
             pc_release(blocks)

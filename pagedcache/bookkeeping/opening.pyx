@@ -9,6 +9,11 @@ a sequence needs one slot for its last block and no more. A block is *reopened* 
 sealed one are rewritten. Only sealed blocks are cached, and none that was written to after it was
 full and committed. A pinned block is not sealed: its reader has its place.
 
+Slots are *promised* to a sequence for the tokens that it was opened for and has not computed yet,
+so that writing them finds a slot whatever others do: two, because a step may fill one block and
+begin another, as far as the sequence does not hold them already. This holds for steps that are
+committed before the next is written.
+
 All functions run with the pool's lock held.
 """
 from libc.stdint cimport int32_t, int64_t
@@ -71,12 +76,42 @@ cdef void close_block(pool_t *p, int32_t block) noexcept nogil:
     p.generation[block] += 1
 
 
-cdef int64_t plan_seals(pool_t *p, seq_t *s, int64_t end, int32_t *blocks) noexcept nogil:
-    """Blocks to seal when the sequence is computed up to ``end``: their ids and number. ``blocks``
-    has room for the blocks from s.unsealed on. None is named twice until apply or cancel."""
+cdef int32_t slots_for(pool_t *p, int64_t start, int64_t end) noexcept nogil:
+    """Slots that writing the tokens start … end may need at once."""
+    if p.num_open == 0 or start >= end:
+        return 0
+    return min(min(2, p.num_open), blocks_for(end, p.block_size) - start // p.block_size)
+
+
+cdef int32_t slots_wanted(pool_t *p, seq_t *s, int64_t computed) noexcept nogil:
+    """What to promise to a sequence that is computed so far: what it holds already left out."""
+    cdef int32_t n = slots_for(p, computed, s.opened)
+    cdef int64_t i = computed // p.block_size
+    while n > 0 and i < s.num_blocks and is_open(p, s.table[i]) and p.refs[s.table[i]] == 1:
+        n -= 1
+        i += 1
+    return n
+
+
+cdef void promise(pool_t *p, seq_t *s, int32_t slots) noexcept nogil:
+    p.open_promised += slots - s.promised
+    s.promised = slots
+
+
+cdef void renew_promise(pool_t *p, seq_t *s) noexcept nogil:
+    """After lengths have changed: what is wanted now, as far as slots are free."""
+    if p.num_open > 0:
+        promise(p, s, min(slots_wanted(p, s, s.computed), free_slots(p) + s.promised))
+
+
+cdef int64_t plan_seals(
+        pool_t *p, seq_t *s, int64_t end, int32_t behind, int32_t *blocks) noexcept nogil:
+    """Blocks to seal when the sequence is computed up to ``end``, which is ``behind`` blocks or
+    more behind theirs: their ids and number. ``blocks`` has room for the blocks from s.unsealed
+    on. None is named twice until apply or cancel."""
     cdef int64_t i = s.unsealed, n = 0
     cdef int32_t b
-    while (i + 2) * p.block_size <= end:
+    while (i + 1 + behind) * p.block_size <= end:
         b = s.table[i]
         i += 1
         if is_open(p, b) and p.pins[b] == 0 and not p.flags[b] & FLAG_SEALING:
@@ -105,16 +140,6 @@ cdef int64_t plan_last_seals(pool_t *p, seq_t *s, int32_t *blocks) noexcept nogi
         blocks[n] = b
         n += 1
     return n
-
-
-cdef bint can_seal_early(pool_t *p) noexcept nogil:
-    """Whether plan_early_seals() would find a block."""
-    cdef int32_t slot, b
-    for slot in range(p.num_open):
-        b = p.open_owner[slot]
-        if b != NONE and p.flags[b] & FLAG_FULL and p.pins[b] == 0:
-            return True
-    return False
 
 
 cdef int64_t plan_early_seals(pool_t *p, int64_t wanted, int32_t *blocks) noexcept nogil:

@@ -13,7 +13,7 @@ from pagedcache.bookkeeping.types cimport *
 KINDS = ("refs up", "refs down", "negative pin", "lost from the free list", "free list cut",
          "recency list cut", "uncounted", "forgotten by its node", "other tokens", "bucket",
          "children", "double in the free list", "open slot of another", "open slots cut",
-         "open and cached")
+         "open and cached", "promised to nobody", "promised and not free")
 
 
 def spoil(BlockPool pool, str kind, int32_t block):
@@ -49,6 +49,10 @@ def spoil(BlockPool pool, str kind, int32_t block):
         p.open_next[p.open_free] = NONE
     elif kind == "open and cached":
         p.open_of[block] = p.open_free
+    elif kind == "promised to nobody":
+        p.open_promised += 1
+    elif kind == "promised and not free":
+        p.open_promised = p.num_open
     else:
         raise ValueError(kind)
 

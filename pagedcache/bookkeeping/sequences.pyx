@@ -10,6 +10,7 @@ from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_grow, pc_release
 from pagedcache.bookkeeping.blocks cimport release_block
 from pagedcache.bookkeeping.copies cimport cancel_copies
 from pagedcache.bookkeeping.gate cimport set_reaper
+from pagedcache.bookkeeping.opening cimport promise, renew_promise
 from pagedcache.bookkeeping.types cimport *
 
 
@@ -131,6 +132,7 @@ cdef void seq_free(pool_t *p, seq_t *s) noexcept nogil:
         s.next.prev = s.prev
     else:
         p.last = s.prev
+    promise(p, s, 0)
     p.num_sequences -= 1
     p.count.sequences_freed += 1
     p.epoch += 1
@@ -280,6 +282,7 @@ cdef result_t truncate(pool_t *p, seq_t *s, int64_t n, bint keep_blocks) noexcep
             p.flags[s.table[i]] &= ~FLAG_REWRITTEN
         if p.pins[s.table[i]] > 0:
             p.flags[s.table[i]] |= FLAG_MUST_COPY
+    renew_promise(p, s)
     p.epoch += 1
     if p.num_copies > 0:
         cancel_copies(p)

@@ -72,6 +72,7 @@ _CORRUPT = (
     "it has an open slot that is another's, or is cached or free and has one",
     "the free list of open slots is broken",
     "it counts as sealed and is open",
+    "more open slots are promised than are free, or not to the sequences there are",
 )
 
 

@@ -121,6 +121,7 @@ cdef struct seq_t:
     int64_t outdated         # tokens computed before the last reset: never cached again
     int64_t indexed          # blocks before it were offered to the prefix index
     int64_t unsealed         # blocks before it are sealed (full and computed, where none open)
+    int32_t promised         # open slots kept back for it: see opening.pyx
     int64_t *written         # per layer: end of the sequence's own appends
     int64_t appended         # the furthest of them, so that engines with `store` walk no layers
     int64_t num_cached
@@ -171,6 +172,7 @@ cdef struct pool_t:
     # open slots: see open.pyx
     int32_t num_open         # 0: every block is always sealed
     int32_t open_used
+    int32_t open_promised    # slots kept back for sequences, all of them free
     int32_t *open_of         # [num_blocks] slot of an open block, NONE when sealed
     int32_t *open_owner      # [num_open] block that has the slot, NONE when free
     int32_t *open_next       # free list of slots, in the order they were freed
@@ -228,6 +230,11 @@ cdef inline bint is_open(pool_t *p, int32_t block) noexcept nogil:
 cdef inline int32_t place(pool_t *p, int32_t block) noexcept nogil:
     """Where a block's bytes are: its id, or num_blocks + its open slot."""
     return p.num_blocks + p.open_of[block] if is_open(p, block) else block
+
+
+cdef inline int32_t free_slots(pool_t *p) noexcept nogil:
+    """Open slots that are neither a block's nor promised to a sequence."""
+    return p.num_open - p.open_used - p.open_promised
 
 
 cdef inline void note_rewrite(pool_t *p, int32_t block) noexcept nogil:

@@ -12,7 +12,7 @@ blocks so that bytes can be copied; apply_writes() cannot fail, cancel_privates(
 from libc.stdint cimport int32_t, int64_t
 
 from pagedcache.bookkeeping.blocks cimport pin_block, release_block, take, unpin_block
-from pagedcache.bookkeeping.opening cimport close_block, open_block
+from pagedcache.bookkeeping.opening cimport close_block, open_block, promise
 from pagedcache.bookkeeping.sequences cimport table_reserve
 from pagedcache.bookkeeping.types cimport *
 
@@ -74,15 +74,24 @@ cdef result_t plan_one(pool_t *p, plan_t *plan, write_t *w) noexcept nogil:
     return answer(OK)
 
 
+cdef int64_t first_of_last(pool_t *p, seq_t *s) noexcept nogil:
+    """Position where the block of the next token to compute begins: promises are for it and those
+    behind it."""
+    return s.computed // p.block_size * p.block_size
+
+
 cdef result_t plan_writes(pool_t *p, plan_t *plan) noexcept nogil:
-    cdef int64_t i
+    cdef int64_t i, before, slots = free_slots(p)
     cdef result_t r = answer(OK)
     plan.num_privates = 0
     plan.num_copies = 0
     plan.fresh = 0
     plan.opens = 0
     for i in range(plan.num_writes):
+        before = plan.opens
         r = plan_one(p, plan, &plan.writes[i])
+        if plan.writes[i].start >= first_of_last(p, plan.writes[i].seq):
+            slots += min(<int64_t> plan.writes[i].seq.promised, plan.opens - before)
         if r.code != OK:
             break
     for i in range(plan.num_privates):
@@ -92,8 +101,8 @@ cdef result_t plan_writes(pool_t *p, plan_t *plan) noexcept nogil:
         return r
     if plan.fresh > num_free(p):
         return answer(E_BLOCKS, plan.fresh, num_free(p), p.num_blocks)
-    if plan.opens > p.num_open - p.open_used:
-        return answer(E_OPEN, plan.opens, p.num_open - p.open_used, p.num_open)
+    if plan.opens > slots:
+        return answer(E_OPEN, plan.opens, slots, p.num_open)
     return answer(OK)
 
 
@@ -122,6 +131,12 @@ cdef void cancel_privates(pool_t *p, plan_t *plan) noexcept nogil:
         unpin_block(p, own.old)
 
 
+cdef void redeem(pool_t *p, seq_t *s, int64_t i) noexcept nogil:
+    """The sequence's i-th block got a slot."""
+    if s.promised > 0 and i * p.block_size >= first_of_last(p, s):
+        promise(p, s, s.promised - 1)
+
+
 cdef void apply_writes(pool_t *p, plan_t *plan) noexcept nogil:
     """Put the own blocks into the tables and grow them."""
     cdef int64_t i, blocks
@@ -137,6 +152,7 @@ cdef void apply_writes(pool_t *p, plan_t *plan) noexcept nogil:
         if own.open:
             own.seq.unsealed = min(own.seq.unsealed, own.index)
             p.count.blocks_reopened += own.copy and own.from_place < p.num_blocks
+            redeem(p, own.seq, own.index)
     for i in range(plan.num_writes):
         w = &plan.writes[i]
         if w.count <= 0:
@@ -147,6 +163,7 @@ cdef void apply_writes(pool_t *p, plan_t *plan) noexcept nogil:
             w.seq.num_blocks += 1
             if p.num_open > 0 and w.seq.num_blocks * p.block_size > w.start + w.count:
                 open_block(p, w.seq.table[w.seq.num_blocks - 1])
+                redeem(p, w.seq, w.seq.num_blocks - 1)
         if w.start <= max(w.seq.vouched, w.seq.computed):
             w.seq.vouched = max(w.seq.vouched, w.start + w.count)
         if p.num_open > 0:
