@@ -10,41 +10,15 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-import numpy as np
-import reference_formats as reference
 import torch
 import transformerskit as kit
+from quantisedkit import Quantised
 from smollm2kit import Real, paragraph
 from transformers import DynamicCache
 
 BLOCK = 32
 TOKENS = 96  # full blocks of one prompt: quantised as they come, none is open
 FORMATS = ["float16", "q8", "q8_0", "q4", "q4_0", "q4_1", "q4k"]
-V_FORMATS = {"q4k": "q4_1"}
-
-
-class Quantised(DynamicCache):
-    """K and V as the slow models of tests/reference_formats.py would give them back."""
-
-    def __init__(self, kv_format: str) -> None:
-        super().__init__()
-        self.formats = kv_format, V_FORMATS.get(kv_format, kv_format)
-
-    def update(self, k: Any, v: Any, *args: Any, **options: Any) -> Any:
-        pair = (read_back(x, name) for x, name in zip((k, v), self.formats, strict=True))
-        return super().update(*pair, *args, **options)
-
-
-def read_back(x: Any, name: str) -> Any:
-    """``[1, heads, tokens, dim]`` stored and read by the reference."""
-    heads, tokens, dim = x.shape[1:]
-    rows = x[0].transpose(0, 1).contiguous().numpy()  # [tokens, heads, dim]
-    if name in reference.BY_CHANNEL:
-        blocks = rows.reshape(tokens // BLOCK, BLOCK, heads, dim)
-        back = np.stack([reference.round_trip_channels(block) for block in blocks])
-    else:
-        back = reference.round_trip(name, rows.reshape(-1, dim))
-    return torch.from_numpy(back.reshape(rows.shape)).transpose(0, 1)[None]
 
 
 def logits(real: Real, ids: Any, past: Any) -> Any:
@@ -66,14 +40,14 @@ def test_logits_are_those_of_an_independent_quantiser(smollm2: Real, kv_format: 
     as much as the oracle's do."""
     ids = smollm2.ids(paragraph(2))[:, :TOKENS]
     exact = logits(smollm2, ids, DynamicCache())
-    expected = logits(smollm2, ids, Quantised(kv_format))
+    expected = logits(smollm2, ids, Quantised(kv_format, BLOCK))
     moved = rms(expected - exact)
     assert moved > 1e-4  # the format does something
     got = {}
     for way in ("sdpa", "pagedcache"):
         smollm2.model.set_attn_implementation(way)
         with kit.pool_for(smollm2.model, 8, kv_format, block_size=BLOCK) as pool:
-            with kit.paged(pool, model=smollm2.model) as past:
+            with kit.paged(pool, model=smollm2.model, exact_prompts=False) as past:
                 got[way] = logits(smollm2, ids, past)
     assert torch.equal(got["sdpa"], expected)
     assert rms(got["pagedcache"] - expected) < 1.5 * moved
@@ -89,7 +63,7 @@ def test_logits_move_as_far_as_keys_and_values_do(smollm2: Real) -> None:
     moved, errors = {}, {}
     for name in ("float16", "q8_0"):
         with kit.pool_for(smollm2.model, 8, name, block_size=BLOCK) as pool:
-            with kit.paged(pool, model=smollm2.model) as past:
+            with kit.paged(pool, model=smollm2.model, exact_prompts=False) as past:
                 moved[name] = rms(logits(smollm2, ids, past) - expected)
                 pairs = zip(first_layer(past), first_layer(exact), strict=True)  # the same input
                 errors[name] = [rms(got - given) / rms(given) for got, given in pairs]

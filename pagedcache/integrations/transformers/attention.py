@@ -1,8 +1,9 @@
 """``attn_implementation="pagedcache"``: attention that reads the pages, and what it falls back to.
 
 The attention function gets stand-ins for keys and values from a ``PagedCache`` that keeps its
-pages (``tensors.py``), and ordinary tensors from any other cache or from none. Grouped-query heads,
-scaling, ``softcap``, attention sinks and a window are honoured on both ways.
+pages (``tensors.py``), and ordinary tensors from any other cache, from none, or for a prompt whose
+tokens attend to each other as computed. Grouped-query heads, scaling, ``softcap``, attention sinks
+and a window are honoured on both ways.
 """
 
 from __future__ import annotations

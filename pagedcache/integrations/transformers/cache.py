@@ -9,7 +9,12 @@ import torch
 from transformers.cache_utils import Cache
 
 from pagedcache.cache import PagedKVCache
-from pagedcache.errors import CopyRefusedError, FreedHandleError, InvalidArgumentError
+from pagedcache.errors import (
+    CopyRefusedError,
+    FreedHandleError,
+    InvalidArgumentError,
+    shown,
+)
 from pagedcache.integrations.transformers.geometry import check_model
 from pagedcache.integrations.transformers.hooks import watch
 from pagedcache.integrations.transformers.layers import PagedLayer
@@ -44,6 +49,13 @@ class PagedCache(Cache):
     of their own. ``extra_keys``: for each row a list of ``(start, stop, bytes)`` that names the
     content behind tokens (images). No gradient flows through the cache.
 
+    ``exact_prompts``: tokens of one forward pass of ``block_size`` tokens or more attend to each
+    other's keys and values as the model computed them, and to the stored form of all tokens before,
+    so that a prompt never reads its own rounding (as in KIVI, and in transformers' quantised
+    caches). Smaller passes read everything from the pages. With False every pass does, which is
+    what a measurement of a format wants. A format that holds the model's dtype exactly gives the
+    same either way.
+
     A context manager; ``close`` or the collection of the object gives the blocks back (those that
     are cached stay matchable). ``copy.deepcopy`` forks it: no byte is copied.
 
@@ -61,10 +73,15 @@ class PagedCache(Cache):
         salt: bytes | str | None = b"",
         adapter: bytes | str | None = None,
         extra_keys: Any = None,
+        exact_prompts: bool = True,
     ) -> None:
         if not isinstance(pool, PagedKVCache):
             kind = type(pool).__name__
             raise InvalidArgumentError(f"pool must be a PagedKVCache, got {kind}")
+        if not isinstance(exact_prompts, bool):
+            raise InvalidArgumentError(
+                f"exact_prompts must be True or False, got {shown(exact_prompts)}"
+            )
         pool._storage.nbytes  # noqa: B018 - a closed pool, or one without bytes, refuses here
         if model is not None:
             check_model(model, pool.spec)
@@ -75,7 +92,9 @@ class PagedCache(Cache):
         hold = model is None and getattr(pool.spec, "open_blocks", None) is None
         extras = as_extras(extra_keys, 0 if ids is None else len(ids))
         prompt = Prompt(ids, mask, salt, adapter, extras)
-        self._start(Rows(pool, prompt, hold=hold, stream=stream_of(pool)), model)
+        stream = stream_of(pool)
+        rows = Rows(pool, prompt, hold=hold, stream=stream, exact_prompts=exact_prompts)
+        self._start(rows, model)
 
     def _start(self, rows: Rows, model: Any) -> None:
         self._rows, self._model = rows, model

@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 from pagedcache.errors import FormatError, InvalidArgumentError, InvalidPositionError, ShapeError
 from pagedcache.integrations.transformers.masks import answered, asked_for_lengths
 from pagedcache.integrations.transformers.rows import Rows
-from pagedcache.integrations.transformers.tensors import flat, gather, stand_ins
+from pagedcache.integrations.transformers.tensors import flat, gather, joined, stand_ins
 
 
 class PagedLayer(CacheLayerMixin):
@@ -36,7 +36,8 @@ class PagedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new tokens, ``[rows, num_kv_heads, new, head_dim]`` each, and return all keys and
-        values of the layer: gathered, or as stand-ins where attention reads the pages."""
+        values of the layer: gathered (with ``exact_prompts`` the new ones of a prompt as they were
+        given), or as stand-ins where attention reads the pages."""
         shape = key_states.shape
         if (
             len(shape) != 4
@@ -68,6 +69,8 @@ class PagedLayer(CacheLayerMixin):
         rows.store(step, index, flat(key_states), flat(value_states))
         if plan is not None:
             return stand_ins(rows, index, plan, key_states)
+        if rows.as_computed(step.count):
+            return joined(rows, index, step.start, key_states, value_states)
         return gather(rows, index, end, key_states.dtype, key_states.device)
 
     def _refuse(self, key: torch.Tensor, value: torch.Tensor) -> None:

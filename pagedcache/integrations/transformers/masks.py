@@ -4,7 +4,9 @@ transformers asks the cache for its lengths and then, in the same thread, the ma
 attention implementation in use for a mask. So a cache that hears from this function knows, before
 the first layer runs, that attention is going to read its pages, and with which padding. A mask that
 pages cannot express (a window, packed sequences, holes, two-way attention) is made as for
-``"sdpa"``, and keys and values are gathered for the layers that get it.
+``"sdpa"``, and keys and values are gathered for the layers that get it. So it is where tokens are
+to attend to each other's keys and values as computed (``exact_prompts``), which lossy pages do not
+hold.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from pagedcache.integrations.transformers.rows import Rows
+from pagedcache.integrations.transformers.tensors import holds
 
 Array = np.ndarray[Any, Any]
 
@@ -60,7 +63,7 @@ def paged_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     _asked.rows = None
     if rows is not None and not args:
         plan = _plan(rows, kwargs)
-        if plan is not None:
+        if plan is not None and not _computed(rows, plan, kwargs.get("dtype")):
             rows.plan = plan
             return None
     mask: torch.Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
@@ -88,6 +91,11 @@ def _plan(rows: Rows, asked: dict[str, Any]) -> Plan | None:
     rows.see_mask(mask)
     starts = left_padding(mask)
     return None if starts is None else Plan(end, starts)
+
+
+def _computed(rows: Rows, plan: Plan, dtype: Any) -> bool:
+    """Whether the new tokens read K and V (of ``dtype``) that the pages do not hold as they are."""
+    return rows.as_computed(plan.end - rows.length) and not holds(rows.pool.spec, dtype)
 
 
 def left_padding(mask: Array) -> list[int] | None:

@@ -87,7 +87,12 @@ class Rows(Steps):
     def fork(self) -> Rows:
         """Rows of their own over the same blocks; nothing is copied."""
         self._refuse_freed()
-        twin = Rows(self.pool, self.prompt.nothing(), stream=self.stream)
+        twin = Rows(
+            self.pool,
+            self.prompt.nothing(),
+            stream=self.stream,
+            exact_prompts=self.exact_prompts,
+        )
         twin.seqs = [seq.fork() for seq in self.seqs]
         twin.prompt, twin.hold, twin.names = self.prompt, self.hold, self.names.copy()
         twin.committed, twin.held = self.committed, self.held

@@ -49,7 +49,8 @@ class Steps:
     """Rows of ``pool``, as far as forward passes see them.
 
     ``stream``: a function that gives the stream to work on (None on the CPU). ``hold``: tokens of
-    unknown value stay uncommitted, so that ``record`` can name them later.
+    unknown value stay uncommitted, so that ``record`` can name them later. ``exact_prompts``: as
+    ``PagedCache`` has it.
     """
 
     #: Open rows, or make their number that of the batch; see ``Rows``.
@@ -62,8 +63,10 @@ class Steps:
         *,
         hold: bool = False,
         stream: Callable[[], Any] = lambda: None,
+        exact_prompts: bool = True,
     ) -> None:
         self.pool, self.stream, self.prompt = pool, stream, prompt
+        self.exact_prompts = exact_prompts
         self.seqs: list[Sequence] = prompt.open(pool, stream())
         self.committed = self.num_cached_tokens = prompt.reused
         self.held = 0  # written and not committed
@@ -79,6 +82,12 @@ class Steps:
     def length(self) -> int:
         """Tokens written in every layer, of every row."""
         return self.committed + self.held
+
+    def as_computed(self, count: int) -> bool:
+        """Whether ``count`` tokens of one forward pass attend to each other's K and V as the model
+        computed them. Fewer than a block do not: what they read of each other lies in the newest
+        blocks, in 16 bits where blocks are kept open."""
+        return self.exact_prompts and count >= int(self.pool.spec.block_size)
 
     # ---- what is known before a forward pass ---------------------------------------------
 

@@ -22,6 +22,13 @@ _TOLD = {
     for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda")
 } | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride}
 
+# What each float format holds without rounding; a quantised one holds nothing so.
+_HELD: dict[str, tuple[torch.dtype, ...]] = {
+    "float32": (torch.float32, torch.float16, torch.bfloat16),
+    "float16": (torch.float16,),
+    "bfloat16": (torch.bfloat16,),
+}
+
 
 class Pages:
     """One layer's K and V of positions 0 … ``end`` of every row, in the pages.
@@ -95,13 +102,45 @@ def gather(
     rows: Rows, layer: int, end: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of positions 0 … ``end`` as tensors ``[rows, num_kv_heads, end, head_dim]``."""
-    spec, stream = rows.pool.spec, rows.stream()
+    k, v = _room(rows, end, dtype, device)
+    _read(rows, layer, k, v)
+    return k, v
+
+
+def joined(
+    rows: Rows, layer: int, start: int, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of positions 0 … ``start`` as they are stored, and behind them ``key`` and ``value``
+    (``[rows, num_kv_heads, new, head_dim]``) as they are; no copy where ``start`` is 0.
+
+    Without gradient, like everything else that comes from the cache.
+    """
+    if not start:
+        return key.detach(), value.detach()
+    k, v = _room(rows, start + key.shape[2], key.dtype, key.device)
+    _read(rows, layer, k[:, :, :start], v[:, :, :start])
+    k[:, :, start:], v[:, :, start:] = key.detach(), value.detach()
+    return k, v
+
+
+def _room(rows: Rows, end: int, dtype: torch.dtype, device: torch.device) -> Any:
+    spec = rows.pool.spec
     shape = (len(rows.seqs), spec.num_kv_heads, end, spec.head_dim)
-    k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    return tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+
+
+def _read(rows: Rows, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Fill both from position 0 on."""
+    stream = rows.stream()
     for row, seq in enumerate(rows.seqs):
         out = (k[row].transpose(0, 1), v[row].transpose(0, 1))
-        seq.gather(layer, 0, end, out=out, stream=stream)
-    return k, v
+        seq.gather(layer, 0, k.shape[2], out=out, stream=stream)
+
+
+def holds(spec: Any, dtype: Any) -> bool:
+    """Whether pages give back every finite K and V of this torch dtype as they were written."""
+    formats = (spec.k_format, spec.v_format)
+    return all(dtype in _HELD.get(kv_format.name, ()) for kv_format in formats)
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
