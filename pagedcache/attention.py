@@ -12,7 +12,7 @@ from pagedcache.arguments import as_count, as_flag, as_integer, as_layer
 from pagedcache.arrays import as_amounts
 from pagedcache.errors import InvalidArgumentError, InvalidPositionError, shown
 from pagedcache.sequence import Sequence, listed, states_of
-from pagedcache.storage.attention import AttentionOptions
+from pagedcache.storage.attention import AttentionBatch, AttentionOptions
 
 if TYPE_CHECKING:
     from pagedcache.spec import CacheSpec
@@ -103,8 +103,9 @@ class Attention:
         firsts = _starts(starts, ends)
         pin, indptr = self._ledger.pin_reads(states, ends, layer)
         with pin:
-            table = [np.array(each, np.int64) for each in (ends, counts, firsts)]
-            storage.attend(layer, arrays, pin.places, indptr, *table, options, queue)
+            each = (np.array(numbers, np.int64) for numbers in (ends, counts, firsts))
+            table = AttentionBatch(pin.places, indptr, *each)
+            storage.attend(layer, arrays, table, options, queue)
         return (arrays.result, arrays.result_lse) if wants_lse else arrays.result
 
     def _options(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagedcache.errors import ShapeError
 from pagedcache.spec import CacheSpec
@@ -18,6 +18,22 @@ class AttentionOptions:
     causal: bool = True
     window: int | None = None
     soft_cap: float | None = None
+
+
+class AttentionBatch(NamedTuple):
+    """Whose keys and values are attended to; int64 ``[sequences]`` but where it says otherwise."""
+
+    places: Any
+    """int32, of all sequences in token order."""
+    indptr: Any
+    """One more than sequences: ``places[indptr[i]:indptr[i + 1]]`` hold the positions of sequence
+    i from 0 on."""
+    lengths: Any
+    """Keys."""
+    q_lens: Any
+    """Queries: the last positions."""
+    starts: Any
+    """The first key that exists."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from pagedcache.errors import (
 )
 from pagedcache.formats import NONFINITE_POLICIES, KVFormat, get_policy
 from pagedcache.spec import CacheSpec
-from pagedcache.storage.attention import AttentionArrays, AttentionOptions
+from pagedcache.storage.attention import AttentionArrays, AttentionBatch, AttentionOptions
 from pagedcache.storage.slabs import KINDS, Array, Kind
 
 RAISE = NONFINITE_POLICIES["raise"]
@@ -199,23 +199,15 @@ class Storage(ABC):
         self,
         layer: int,
         arrays: AttentionArrays,
-        places: Array,
-        indptr: Array,
-        lengths: Array,
-        q_lens: Array,
-        starts: Array,
+        batch: AttentionBatch,
         options: AttentionOptions,
         queue: Any = None,
     ) -> None:
         """Fill ``arrays.out`` (and ``arrays.lse``) with attention over sequences' places.
 
-        ``places``: int32, of all sequences in token order; those of sequence i are
-        ``places[indptr[i]:indptr[i + 1]]`` (``indptr``: int64, one more than sequences) and hold
-        its positions from 0 on. ``lengths``, ``q_lens``, ``starts``: int64, one each per sequence:
-        keys, queries (the last ``q_lens[i]`` positions), first key that exists. Bytes of other
-        positions are not read. Raises :class:`BlockError` for a place out of range, and
-        :class:`InvalidPositionError` or :class:`ShapeError` for lengths that do not fit, before
-        anything is written.
+        Bytes of positions that no sequence of the batch has are not read. Raises, before anything
+        is written, :class:`BlockError` for a place out of range, and :class:`InvalidPositionError`
+        or :class:`ShapeError` for lengths that do not fit.
         """
 
     # ---- copies --------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from pagedcache.foreign import as_ndarray, is_tensor
 from pagedcache.formats import KVFormat
 from pagedcache.spec import LAYOUTS, CacheSpec
 from pagedcache.storage import slabs as slab_memory
-from pagedcache.storage.attention import AttentionArrays, AttentionOptions
+from pagedcache.storage.attention import AttentionArrays, AttentionBatch, AttentionOptions
 from pagedcache.storage.base import Storage
 from pagedcache.storage.checks import overlaps_itself
 from pagedcache.storage.cpu_attention import attend, check_arrays
@@ -180,18 +180,14 @@ class CpuStorage(Storage):
         self,
         layer: int,
         arrays: AttentionArrays,
-        places: Array,
-        indptr: Array,
-        lengths: Array,
-        q_lens: Array,
-        starts: Array,
+        batch: AttentionBatch,
         options: AttentionOptions,
         queue: Any = None,
     ) -> None:
         """See :class:`Storage`. On up to ``pagedcache.get_num_threads()`` threads."""
         slabs = self._open()
         layer = as_layer(layer, self.spec.num_layers)
-        attend(slabs, layer, arrays, (places, indptr, lengths, q_lens, starts), options)
+        attend(slabs, layer, arrays, batch, options)
 
     def _covered(self, out: Array) -> bool:
         """Whether an array of the caller's lies over slabs that others may have arrays of."""

@@ -13,7 +13,12 @@ from pagedcache.arrays import as_float_array, copied, overlap, row_format
 from pagedcache.errors import FormatError, InvalidArgumentError, ShapeError, StorageMemoryError
 from pagedcache.foreign import as_ndarray, is_tensor
 from pagedcache.spec import CacheSpec
-from pagedcache.storage.attention import AttentionArrays, AttentionOptions, num_q_heads
+from pagedcache.storage.attention import (
+    AttentionArrays,
+    AttentionBatch,
+    AttentionOptions,
+    num_q_heads,
+)
 from pagedcache.storage.checks import overlaps_itself
 from pagedcache.storage.slabs import Array
 
@@ -98,10 +103,10 @@ def attend(
     slabs: dict[Any, Any],
     layer: int,
     arrays: AttentionArrays,
-    table: tuple[Array, Array, Array, Array, Array],
+    batch: AttentionBatch,
     options: AttentionOptions,
 ) -> None:
-    """Run a call. ``table``: places, indptr, lengths, q_lens, starts."""
+    """Run a call."""
     fmt = row_format(arrays.q.dtype)
     bits = np.uint32 if fmt.dtype.itemsize == 4 else np.uint16  # bfloat16 has no buffer format
     native.attend(
@@ -111,7 +116,7 @@ def attend(
         arrays.q.view(bits),
         arrays.out.view(bits),
         fmt.code,
-        *table,
+        *batch,
         options.scale,
         options.causal,
         options.window or 0,

@@ -13,15 +13,14 @@ from pagedcache._cuda.attention import Call, Slab, partial_nbytes
 from pagedcache._cuda.streams import Stream
 from pagedcache.arguments import as_layer
 from pagedcache.errors import InvalidPositionError, ShapeError
-from pagedcache.storage.attention import AttentionArrays, AttentionOptions
+from pagedcache.storage.attention import AttentionArrays, AttentionBatch, AttentionOptions
 from pagedcache.storage.checks import check_ids
 from pagedcache.storage.cuda_attention_arrays import CudaAttentionArrays
 from pagedcache.storage.cuda_attention_tables import AttentionTables
-from pagedcache.storage.cuda_plan import Batch
 from pagedcache.storage.cuda_rows import Layout, dense_layout, layout_of
 from pagedcache.storage.cuda_sides import OPEN, SEALED
 from pagedcache.storage.cuda_store import integers
-from pagedcache.storage.slabs import KINDS, Array, Kind
+from pagedcache.storage.slabs import KINDS, Kind
 
 
 class CudaAttention(CudaAttentionArrays):
@@ -40,11 +39,7 @@ class CudaAttention(CudaAttentionArrays):
         self,
         layer: int,
         arrays: AttentionArrays,
-        places: Array,
-        indptr: Array,
-        lengths: Array,
-        q_lens: Array,
-        starts: Array,
+        batch: AttentionBatch,
         options: AttentionOptions,
         queue: Any = None,
     ) -> None:
@@ -57,23 +52,22 @@ class CudaAttention(CudaAttentionArrays):
         layer = as_layer(layer, self.spec.num_layers)
         queue = queue or self.queue(None)
         queue.refuse_capture("attention to sequences, whose tables are the host's,")
-        batch = Batch(indptr, lengths, q_lens, starts)
-        self._check_batch(batch, places, len(arrays.q))
+        self._check_batch(batch, len(arrays.q))
         if not len(arrays.q):
             return
-        self.order.acquire(queue, places, False)
+        self.order.acquire(queue, batch.places, False)
         try:
-            self._attend(layer, arrays, places, batch, options, queue)
+            self._attend(layer, arrays, batch, options, queue)
         finally:
-            self.order.used(queue, places, False)
+            self.order.used(queue, batch.places, False)
         for result in (arrays.result, arrays.result_lse):
             self._lead(queue, result)
 
-    def _check_batch(self, batch: Batch, places: Array, total: int) -> None:
+    def _check_batch(self, batch: AttentionBatch, total: int) -> None:
+        places, indptr, lengths, q_lens, starts = batch
         check_ids(places, self.num_places)
-        indptr, lengths, q_lens, starts = batch
         if not len(lengths) == len(q_lens) == len(starts) == len(indptr) - 1:
-            counts = [len(each) for each in batch]
+            counts = [len(each) for each in batch[1:]]
             raise ShapeError("one of each per sequence, and one more indptr", counts, "attend")
         blocks = np.diff(indptr)
         if indptr[0] < 0 or indptr[-1] > len(places) or (blocks < 0).any():
@@ -93,15 +87,14 @@ class CudaAttention(CudaAttentionArrays):
         self,
         layer: int,
         arrays: AttentionArrays,
-        places: Array,
-        batch: Batch,
+        batch: AttentionBatch,
         options: AttentionOptions,
         queue: Stream,
     ) -> None:
         heads, group = self.spec.num_kv_heads, arrays.q.shape[1] // self.spec.num_kv_heads
         on_device = isinstance(arrays.sinks, DeviceArray)
         tables = self._attention.of(
-            batch, places, group, options, None if on_device else arrays.sinks, queue
+            batch, group, options, None if on_device else arrays.sinks, queue
         )
         call = Call()
         for kind in KINDS:

@@ -13,8 +13,8 @@ import numpy as np
 
 from pagedcache._cuda.scratch import Region
 from pagedcache._cuda.streams import Stream
-from pagedcache.storage.attention import AttentionOptions
-from pagedcache.storage.cuda_plan import Batch, plan
+from pagedcache.storage.attention import AttentionBatch, AttentionOptions
+from pagedcache.storage.cuda_plan import plan
 from pagedcache.storage.slabs import Array
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ class AttentionTables:
 
     def of(
         self,
-        batch: Batch,
-        places: Array,
+        batch: AttentionBatch,
         group: int,
         options: AttentionOptions,
         sinks: Array | None,
@@ -57,7 +56,7 @@ class AttentionTables:
     ) -> Tables:
         """Tables for a batch, right on ``queue``; ``sinks``: float32, of the host. Say
         ``region.used`` once work that reads them is queued."""
-        given = (group, options.causal, options.window, sinks, places, *batch)
+        given = (group, options.causal, options.window, sinks, *batch)
         kept = self._kept
         if kept is not None and _same(kept.made_of, given):
             kept.region.acquire(queue)
@@ -72,7 +71,7 @@ class AttentionTables:
             window=options.window,
             num_ctas=self._ctas(),
         )
-        parts = [made.items, places] + ([] if sinks is None else [sinks])
+        parts = [made.items, batch.places] + ([] if sinks is None else [sinks])
         raw = np.concatenate([part.view(np.uint8) for part in parts])
         region = self._storage.upload(raw, queue)
         at = region.address + made.items.nbytes
@@ -82,7 +81,7 @@ class AttentionTables:
             region.address,
             len(made.items),
             at,
-            None if sinks is None else at + places.nbytes,
+            None if sinks is None else at + batch.places.nbytes,
             made.num_parts,
             made.num_tickets,
         )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedcache._cuda.attention import ITEM, ROWS
+from pagedcache.storage.attention import AttentionBatch
 
 Array = np.ndarray[Any, Any]
 
@@ -24,15 +25,6 @@ MOST_PARTS = 256
 _MOST_KEYS = 1 << 30
 
 
-class Batch(NamedTuple):
-    """Sequences of a call: int64 ``[n]`` each, ``indptr`` one more; see ``Storage.attend``."""
-
-    indptr: Array
-    lengths: Array
-    q_lens: Array
-    starts: Array
-
-
 class Plan(NamedTuple):
     """The items of a call, and of how many parts and tickets they tell, per KV head."""
 
@@ -42,7 +34,7 @@ class Plan(NamedTuple):
 
 
 def plan(
-    batch: Batch,
+    batch: AttentionBatch,
     *,
     block_size: int,
     num_heads: int,

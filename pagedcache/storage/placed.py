@@ -10,7 +10,7 @@ from typing import Any
 from pagedcache.arguments import as_layer
 from pagedcache.errors import DeviceError, PagedCacheError, shown
 from pagedcache.spec import CacheSpec
-from pagedcache.storage.attention import AttentionArrays, AttentionOptions
+from pagedcache.storage.attention import AttentionArrays, AttentionBatch, AttentionOptions
 from pagedcache.storage.base import Storage
 from pagedcache.storage.cpu import CpuStorage
 from pagedcache.storage.queues import by_device
@@ -193,17 +193,13 @@ class PlacedStorage:
         self,
         layer: int,
         arrays: AttentionArrays,
-        places: Array,
-        indptr: Array,
-        lengths: Array,
-        q_lens: Array,
-        starts: Array,
+        batch: AttentionBatch,
         options: AttentionOptions,
         queue: Queues | None = None,
     ) -> None:
         """See :class:`Storage`."""
         part, local, own = self._place(layer, queue)
-        part.attend(local, arrays, places, indptr, lengths, q_lens, starts, options, own)
+        part.attend(local, arrays, batch, options, own)
 
     def out_array(self, layer: int, x: Any, what: str) -> Any:
         """See :class:`Storage`."""

@@ -10,14 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedcache._cuda.attention import ROWS
-from pagedcache.storage.cuda_plan import LEAST_KEYS, MOST_PARTS, Batch, Plan, plan
+from pagedcache.storage.attention import AttentionBatch as Batch
+from pagedcache.storage.cuda_plan import LEAST_KEYS, MOST_PARTS, Plan, plan
+
+NO_PLACES = np.empty(0, np.int32)
 
 
 def batch_of(lengths: Any, q_lens: Any, starts: Any, block_size: int) -> Batch:
     """Sequences whose tables follow one another, each with a block to spare."""
     arrays = [np.array(each, np.int64) for each in (lengths, q_lens, starts)]
     blocks = -(-arrays[0] // block_size) + 1
-    return Batch(np.concatenate([[0], np.cumsum(blocks)]), *arrays)
+    return Batch(NO_PLACES, np.concatenate([[0], np.cumsum(blocks)]), *arrays)
 
 
 def make(batch: Batch, block_size: int = 16, **options: Any) -> Plan:
@@ -126,7 +129,7 @@ def test_keys_that_nobody_sees_are_left_out() -> None:
 def test_more_keys_than_31_bits() -> None:
     """Positions are 64-bit; a part's keys are counted in 32."""
     length = 2**33
-    batch = Batch(np.array([0, length // 64]), *(np.array([n]) for n in (length, 1, 0)))
+    batch = Batch(NO_PLACES, np.array([0, length // 64]), *(np.array([n]) for n in (length, 1, 0)))
     made = make(batch, 64, num_ctas=1)
     items = made.items
     assert (items["end"].astype(np.int64) - items["begin"]).sum() == length
