@@ -37,7 +37,7 @@ SANITIZERS = {
     ],
     "thread": ["-O1", "-fsanitize=thread"],
 }  # fmt: skip
-COMMON = ["-std=c++20", "-g", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+COMMON = ["-std=c++20", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 # One rounding per operation, as nvcc is told; memory read under several types, as kernels do.
 ARITHMETIC = ["-ffp-contract=off", "-fno-strict-aliasing"]
 

@@ -226,7 +226,8 @@ def build_mutant(mutant: Mutant, built: Path, folder: Path) -> Path:
     changed.write_text(changed_text(mutant, changed.read_text()))
     source = kernels / mutant.source
     made = folder / f"{source.stem}.o"
-    command = [build.compiler(), *build.kernel_flags(part, kernels), "-c", str(source)]
+    # not optimised: it is compiled once, and few tests run on it
+    command = [build.compiler(), *build.kernel_flags(part, kernels), "-O0", "-c", str(source)]
     subprocess.run([*command, "-o", str(made)], check=True)
     others = [path for path in build.Builder(built).objects(part) if path.stem != source.stem]
     library = folder / build.LIBRARIES[part]
