@@ -63,15 +63,16 @@ PC_VECTOR void V(pair)(const int reading, const uint8_t *from, vf *a, vf *b) {
     }
 }
 
-/* Numbers of a group as values. */
-PC_VECTOR void V(scale_pair)(const int reading, float scale, float offset, vf *a, vf *b) {
-    const vf s = V(all)(scale), o = V(all)(offset);
+/* The pair of vectors at `from`, of a group that has this scale and this offset, as values. */
+PC_VECTOR void V(scaled_pair)(const int reading, const uint8_t *from, float scale, float offset,
+                              vf *a, vf *b) {
+    const vf s = V(all)(scale);
     if (reading == PC_READ_INT8) {
+        V(pair)(reading, from, a, b);
         *a *= s;
         *b *= s;
     } else {
-        *a = V(fma)(*a, s, o);
-        *b = V(fma)(*b, s, o);
+        V(scaled_nibbles)(from, s, V(all)(offset), a, b);
     }
 }
 

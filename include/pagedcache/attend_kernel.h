@@ -41,19 +41,20 @@ PC_VECTOR void V(score)(const int reading, const int rows, const int tokens, con
             sums[i] = V(all)(0.0f);
         }
         for (int64_t j = 0; j < pairs; j++, q += rows * PC_PAIR) {
-            const int64_t offset = V(pair_offset)(reading, j, tile->step);
+            const int64_t offset = tile->shift + V(pair_offset)(reading, j, tile->step);
             const float *const scales = tile->scales + j / PC_PARTS * PC_SCALE_STRIDE + first;
             const float *const offsets = tile->offsets + j / PC_PARTS * PC_SCALE_STRIDE + first;
             if (ahead < ahead_end) {
-                V(fetch)(*ahead++, tile->ahead_lines);
+                V(fetch)(*ahead++ + tile->ahead_shift, tile->ahead_lines);
             }
             PC_UNROLL
             for (int t = 0; t < tokens; t++) {
                 vf a, b;
-                V(pair)(reading, data[t] + offset, &a, &b);
                 if (pc_is_grouped(reading)) {
-                    V(scale_pair)(reading, scales[t], reading == PC_READ_INT8 ? 0.0f : offsets[t],
-                                  &a, &b);
+                    V(scaled_pair)(reading, data[t] + offset, scales[t],
+                                   reading == PC_READ_INT8 ? 0.0f : offsets[t], &a, &b);
+                } else {
+                    V(pair)(reading, data[t] + offset, &a, &b);
                 }
                 PC_UNROLL
                 for (int m = 0; m < rows; m++) {
@@ -68,7 +69,7 @@ PC_VECTOR void V(score)(const int reading, const int rows, const int tokens, con
             }
         }
         if (tile->rest > 0 && !pc_is_grouped(reading)) {
-            const int64_t offset = V(pair_offset)(reading, pairs, tile->step);
+            const int64_t offset = tile->shift + V(pair_offset)(reading, pairs, tile->step);
             PC_UNROLL
             for (int t = 0; t < tokens; t++) {
                 vf a, b;
@@ -81,7 +82,7 @@ PC_VECTOR void V(score)(const int reading, const int rows, const int tokens, con
             }
         }
         for (; ahead < ahead_end; ahead++) {
-            V(fetch)(*ahead, tile->ahead_lines);
+            V(fetch)(*ahead + tile->ahead_shift, tile->ahead_lines);
         }
         PC_UNROLL
         for (int i = 0; i < rows * tokens; i += PC_WIDTH) {
@@ -119,16 +120,17 @@ PC_VECTOR void V(mix_columns)(const int reading, const int rows, const int pairs
     }
     for (int64_t t = first; t < end; t++) {
         vf values[2 * PC_COLUMNS];
-        V(fetch)(tile->ahead[t] + 64 * skip, lines);
+        const uint8_t *const row = tile->data[t] + tile->shift;
+        V(fetch)(tile->ahead[t] + tile->ahead_shift + 64 * skip, lines);
         if (pairs > 0) {
             PC_UNROLL
             for (int c = 0; c < pairs; c++) {
-                V(pair)(reading, tile->data[t] + V(pair_offset)(reading, j + c, tile->step),
-                        &values[2 * c], &values[2 * c + 1]);
+                V(pair)(reading, row + V(pair_offset)(reading, j + c, tile->step), &values[2 * c],
+                        &values[2 * c + 1]);
             }
         } else {
-            V(rest)(reading, tile->data[t] + V(pair_offset)(reading, j, tile->step), tile->rest,
-                    &values[0], &values[1]);
+            V(rest)(reading, row + V(pair_offset)(reading, j, tile->step), tile->rest, &values[0],
+                    &values[1]);
         }
         PC_UNROLL
         for (int m = 0; m < rows; m++) {

@@ -17,7 +17,9 @@
 
 enum {
     PC_CHUNK = 512,     /* keys of which the scores are kept at once */
-    PC_RUN = 64,        /* tokens whose addresses are worked out at once */
+    PC_RUN = 128,       /* tokens read alike at once, where rows are narrow and few want them */
+    PC_SHORT_RUN = 64,  /* elsewhere */
+    PC_NARROW = 80,     /* bytes of a narrow row at most: runs of them fit the nearest cache */
     PC_MIX_TOKENS = 32, /* of which all values are multiplied before the next ones */
     PC_TILE_ROWS = 64,  /* rows of a unit, where one query and KV head have fewer than that */
     PC_MOST_PARTS = 32, /* of a sequence */

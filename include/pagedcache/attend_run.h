@@ -11,17 +11,18 @@ PC_VECTOR void V(decode_row)(const int reading, const pc_run *run, int64_t t, co
     const pc_row_shape *const shape = &run->side->shape[PC_SEALED];
     const int64_t pairs = shape->values / PC_PAIR, rest = shape->values % PC_PAIR;
     for (int64_t j = 0; j < pairs + (rest > 0); j++) {
-        const uint8_t *const from = run->data[t] + V(pair_offset)(reading, j, shape->step);
+        const uint8_t *const from =
+            run->first_head->data[t] + run->shift + V(pair_offset)(reading, j, shape->step);
         const int64_t at = j / PC_PARTS * PC_SCALE_STRIDE + t;
         vf a, b;
-        if (j < pairs || pc_is_grouped(reading)) {
+        if (pc_is_grouped(reading)) {
+            V(scaled_pair)(reading, from, work->scales[at], work->offsets[at], &a, &b);
+        } else if (j < pairs) {
             V(pair)(reading, from, &a, &b);
         } else {
             V(rest)(reading, from, rest, &a, &b);
         }
-        if (pc_is_grouped(reading)) {
-            V(scale_pair)(reading, work->scales[at], work->offsets[at], &a, &b);
-        } else if (reading == PC_READ_CHANNELS) {
+        if (reading == PC_READ_CHANNELS) {
             const float *const scale = work->channels + j * PC_PAIR;
             const float *const offset = scale + run->side->padded;
             a = V(fma)(a, V(load)(scale), V(load)(offset));
@@ -36,7 +37,8 @@ PC_VECTOR void V(decode_row)(const int reading, const pc_run *run, int64_t t, co
 PC_FUNCTION void V(decode)(const pc_run *run, int64_t t, pc_work *work, float *out) {
     const pc_side *const side = run->side;
     const pc_geometry *const g = &side->kv->space->geometry[run->where];
-    const uint8_t *const data = run->data[t];
+    const uint8_t *const data = run->first_head->data[t] + run->shift;
+    const uint8_t *const scales = run->first_head->scales[t] + run->scale_shift;
     if (run->where == PC_SEALED) {
         switch (side->shape[PC_SEALED].reading) {
 #define PC_DECODE(reading) \
@@ -50,7 +52,7 @@ PC_FUNCTION void V(decode)(const pc_run *run, int64_t t, pc_work *work, float *o
     if (pc_format_of(g->code).packing == PC_PACK_DENSE) {
         V(widen)(g->code, data, g->head_dim, work->row);
     } else {
-        const pc_address at = {0, run->scales[t] - data};
+        const pc_address at = {0, scales - data};
         pc_decode_at(g, data, at, work->row);
     }
     memset(work->row + g->head_dim, 0, (size_t)(side->padded - g->head_dim) * sizeof *work->row);
@@ -67,7 +69,8 @@ PC_FUNCTION void V(prepare_run)(const pc_run *run, int direct, pc_work *work) {
     if (run->where == PC_SEALED && pc_is_grouped(shape->reading)) {
         V(take_scales)(run, work);
     }
-    tile->data = run->data;
+    tile->data = run->first_head->data;
+    tile->shift = run->shift;
     if (direct && run->where == PC_SEALED && shape->reading != PC_READ_OTHER) {
         work->reading = shape->reading;
         tile->step = shape->step;
@@ -75,7 +78,7 @@ PC_FUNCTION void V(prepare_run)(const pc_run *run, int direct, pc_work *work) {
         tile->rest = shape->values % PC_PAIR;
     } else {
         if (run->where == PC_SEALED && shape->reading == PC_READ_CHANNELS) {
-            V(take_channels)(side, run->scales[0], work);
+            V(take_channels)(side, run->first_head->scales[0] + run->scale_shift, work);
         }
         for (t = 0; t < run->count; t++) {
             float *const row = work->scratch + t * side->padded;
@@ -87,6 +90,7 @@ PC_FUNCTION void V(prepare_run)(const pc_run *run, int direct, pc_work *work) {
         }
         work->reading = PC_READ_FLOAT32;
         tile->data = work->decoded;
+        tile->shift = 0;
         tile->step = 4;
         tile->pairs = side->padded / PC_PAIR;
         tile->rest = 0;
@@ -115,10 +119,21 @@ PC_VECTOR int V(next_tokens)(pc_walk *walk) {
     return 1;
 }
 
+/* Tokens of a run of such rows at most. */
+PC_VECTOR int64_t V(longest_run)(const pc_walk *walk, const pc_geometry *g, int where) {
+    const int reading = walk->side->shape[PC_SEALED].reading;
+    return walk->few && where == PC_SEALED && pc_is_grouped(reading) &&
+                   g->row_data_nbytes <= PC_NARROW
+               ? PC_RUN
+               : PC_SHORT_RUN;
+}
+
 /* Addresses of the next tokens, for the first head of the unit; 0 tokens at the end of the walk. */
-PC_FUNCTION void V(find_tokens)(pc_walk *walk, pc_run *run) {
-    int64_t count = 0, i;
-    run->count = 0;
+PC_FUNCTION void V(find_tokens)(pc_walk *walk, pc_run *run, pc_addresses *to) {
+    int64_t count = 0, most = 1, i;
+    run->count = run->head = 0;
+    run->shift = run->scale_shift = 0;
+    run->first_head = to;
     if (!V(next_tokens)(walk)) {
         return;
     }
@@ -130,8 +145,7 @@ PC_FUNCTION void V(find_tokens)(pc_walk *walk, pc_run *run) {
     run->side = side;
     run->chunk = walk->chunk;
     run->first = walk->position;
-    run->head = 0;
-    while (count < PC_RUN && walk->position < walk->end) {
+    while (count < most && walk->position < walk->end) {
         const int64_t place = walk->places[index];
         const int where = pc_where_is(space, place);
         const pc_geometry *const g = &space->geometry[where];
@@ -142,7 +156,8 @@ PC_FUNCTION void V(find_tokens)(pc_walk *walk, pc_run *run) {
             break;
         }
         run->where = where;
-        n = pc_between(n, 0, PC_RUN - count);
+        most = V(longest_run)(walk, g, where);
+        n = pc_between(n, 0, most - count);
         n = g->token_groups ? pc_between(n, 0, PC_GROUP - offset % PC_GROUP) : n;
         row = next = pc_row_address(g, slab->block_stride, place, walk->first_head, offset);
         if (n > 1) {
@@ -151,8 +166,8 @@ PC_FUNCTION void V(find_tokens)(pc_walk *walk, pc_run *run) {
         row.data += side->shape[where].first;
         next.data += side->shape[where].first;
         for (i = 0; i < n; i++) {
-            run->data[count + i] = slab->base + row.data + i * (next.data - row.data);
-            run->scales[count + i] = slab->base + row.scales + i * (next.scales - row.scales);
+            to->data[count + i] = slab->base + row.data + i * (next.data - row.data);
+            to->scales[count + i] = slab->base + row.scales + i * (next.scales - row.scales);
         }
         count += n;
         walk->position += n;
@@ -163,32 +178,26 @@ PC_FUNCTION void V(find_tokens)(pc_walk *walk, pc_run *run) {
         }
     }
     for (i = count; i < PC_RUN + PC_SLACK; i++) {
-        run->data[i] = run->data[count - 1];
-        run->scales[i] = run->scales[count - 1];
+        to->data[i] = to->data[count - 1];
+        to->scales[i] = to->scales[count - 1];
     }
     run->count = count;
 }
 
 /* The run behind `run`: the same tokens of the next head, or the next tokens of the first one. */
-PC_FUNCTION void V(find_run)(pc_walk *walk, const pc_run *run, pc_run *next) {
+PC_FUNCTION void V(find_run)(pc_walk *walk, const pc_run *run, pc_run *next,
+                             pc_addresses *addresses) {
     if (run->head + 1 >= walk->num_heads) {
-        V(find_tokens)(walk, next);
+        V(find_tokens)(walk, next, &addresses[run->first_head == addresses]);
         return;
     }
     const pc_geometry *const g = &run->side->kv->space->geometry[run->where];
     const pc_address here = pc_row_address(g, 0, 0, walk->first_head + run->head, 0);
     const pc_address there = pc_row_address(g, 0, 0, walk->first_head + run->head + 1, 0);
-    const int64_t data = there.data - here.data, scales = there.scales - here.scales;
-    next->side = run->side;
-    next->chunk = run->chunk;
-    next->first = run->first;
-    next->count = run->count;
-    next->head = run->head + 1;
-    next->where = run->where;
-    for (int64_t i = 0; i < PC_RUN + PC_SLACK; i++) {
-        next->data[i] = run->data[i] + data;
-        next->scales[i] = run->scales[i] + scales;
-    }
+    *next = *run;
+    next->head++;
+    next->shift += there.data - here.data;
+    next->scale_shift += there.scales - here.scales;
 }
 
 /* Begin to walk through keys low … high - 1 of what the unit's rows have. */
@@ -200,11 +209,12 @@ PC_FUNCTION void V(start_walk)(const pc_attend_plan *plan, const pc_unit *unit, 
     walk->first_head = unit->first_head;
     walk->num_heads = unit->num_heads;
     walk->keys = keys;
+    walk->few = unit->head_rows <= PC_FEW_ROWS;
     walk->side = &plan->v;
     walk->chunk = keys.low / PC_CHUNK * PC_CHUNK - PC_CHUNK;
     walk->position = walk->end = 0;
     work->at_hand = 0;
-    V(find_tokens)(walk, &work->runs[1]);
+    V(find_tokens)(walk, &work->runs[1], &work->addresses[0]);
 }
 
 /* The next run, if it is of this side and chunk, made ready; else NULL. */
@@ -215,17 +225,19 @@ PC_FUNCTION const pc_run *V(next_run)(const pc_side *side, int64_t chunk, int di
         return NULL;
     }
     work->at_hand = !work->at_hand;
-    V(find_run)(&work->walk, run, behind);
-    work->tile.ahead = behind->data;
+    V(find_run)(&work->walk, run, behind, work->addresses);
+    work->tile.ahead = behind->first_head->data;
+    work->tile.ahead_shift = behind->shift;
     work->tile.ahead_lines = 0;
     if (behind->count > 0) {
         const pc_geometry *const g = &behind->side->kv->space->geometry[behind->where];
+        const uint8_t *const *const scales = behind->first_head->scales;
         work->tile.ahead_lines = pc_divide_up(g->row_data_nbytes, 64);
         for (int64_t i = 0; i < g->channel_nbytes; i += 64) {
-            PC_PREFETCH(behind->scales[0] + i);
+            PC_PREFETCH(scales[0] + behind->scale_shift + i);
         }
         for (int64_t t = 0; g->row_scale_nbytes > 0 && t < behind->count; t += 4) {
-            PC_PREFETCH(behind->scales[t]);
+            PC_PREFETCH(scales[t] + behind->scale_shift);
         }
     }
     V(prepare_run)(run, direct, work);

@@ -9,7 +9,7 @@ PC_VECTOR void V(line_up)(const pc_run *run, const int64_t groups, int64_t step,
                           uint8_t *to) {
     const int64_t count = run->count;
     for (int64_t t = 0; t < count; t++) {
-        const uint8_t *const row = run->scales[t];
+        const uint8_t *const row = run->first_head->scales[t] + run->scale_shift;
         PC_UNROLL
         for (int64_t i = 0; i < groups; i++) {
             memcpy(to + (i * PC_SCALE_STRIDE + t) * size, row + i * step, (size_t)size);
@@ -19,16 +19,17 @@ PC_VECTOR void V(line_up)(const pc_run *run, const int64_t groups, int64_t step,
 
 /* Rows of `groups` float32 into columns: four by four where they are that many. */
 PC_VECTOR void V(line_up_floats)(const pc_run *run, int64_t groups, float *to) {
+    const uint8_t *const *const rows = run->first_head->scales;
     int64_t g = 0, t, i;
     for (; g + 4 <= groups; g += 4) {
         for (t = 0; t < run->count; t += 4) { /* rows behind the last one repeat it */
-            V(transpose)(run->scales + t, 16 * (g / 4), to + g * PC_SCALE_STRIDE + t,
+            V(transpose)(rows + t, run->scale_shift + 4 * g, to + g * PC_SCALE_STRIDE + t,
                          PC_SCALE_STRIDE);
         }
     }
     for (t = 0; g < groups && t < run->count; t++) {
         for (i = g; i < groups; i++) {
-            memcpy(to + i * PC_SCALE_STRIDE + t, run->scales[t] + 4 * i, 4);
+            memcpy(to + i * PC_SCALE_STRIDE + t, rows[t] + run->scale_shift + 4 * i, 4);
         }
     }
 }
@@ -52,8 +53,8 @@ PC_VECTOR void V(line_up_pairs)(const pc_run *run, int64_t groups, int64_t step,
     if (PC_TURNS_PAIRS && step == 20) {
         for (; g + 4 <= groups; g += 4) {
             for (t = 0; t < run->count; t += 4) {
-                V(turn_pairs)(run->scales + t, g * 20, to + (g * PC_SCALE_STRIDE + t) * 4,
-                              PC_SCALE_STRIDE * 4);
+                V(turn_pairs)(run->first_head->scales + t, run->scale_shift + g * 20,
+                              to + (g * PC_SCALE_STRIDE + t) * 4, PC_SCALE_STRIDE * 4);
             }
         }
     }

@@ -30,6 +30,7 @@ PC_VECTOR pc_tile V(part_of_run)(const pc_run *run, pc_range keys, pc_work *work
  * with the offsets, to work->bias: so that q · k is a sum over the stored numbers. */
 PC_VECTOR void V(fold_rows)(const int rows, const pc_run *run, const float *q, pc_work *work) {
     const int64_t head_dim = run->side->kv->space->geometry[PC_SEALED].head_dim;
+    const uint8_t *const from = run->first_head->scales[0] + run->scale_shift;
     float *folded = work->folded;
     vf sums[PC_SUMS];
     PC_UNROLL
@@ -38,7 +39,7 @@ PC_VECTOR void V(fold_rows)(const int rows, const pc_run *run, const float *q, p
     }
     for (int64_t i = 0; i < run->side->padded; i += PC_PAIR) {
         vf scales[2], offsets[2];
-        V(channel_pair)(run->scales[0], head_dim, i, scales, offsets);
+        V(channel_pair)(from, head_dim, i, scales, offsets);
         PC_UNROLL
         for (int m = 0; m < rows; m++, q += PC_PAIR, folded += PC_PAIR) {
             const vf a = V(load)(q), b = V(load)(q + PC_WIDTH);

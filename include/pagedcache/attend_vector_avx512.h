@@ -29,12 +29,25 @@ PC_VECTOR vf V(int8)(const uint8_t *from) {
     return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
 
+/* What the low and the high halves of PC_WIDTH bytes stand for. */
+PC_VECTOR void V(look_up)(const uint8_t *from, __m512 meaning, vf *low, vf *high) {
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)from));
+    *low = (vf)_mm512_permutexvar_ps(x, meaning); /* by the lowest 4 bits */
+    *high = (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(x, 4), meaning);
+}
+
+PC_VECTOR __m512 V(numbers)(void) {
+    return _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+}
+
 /* The low and the high halves of PC_WIDTH bytes, less 8: numbers -8 … 7. */
 PC_VECTOR void V(nibbles)(const uint8_t *from, vf *low, vf *high) {
-    const __m512 numbers = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)from));
-    *low = (vf)_mm512_permutexvar_ps(x, numbers); /* by the lowest 4 bits */
-    *high = (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(x, 4), numbers);
+    V(look_up)(from, V(numbers)(), low, high);
+}
+
+/* The same, times scale, plus offset: each of the 16 is worked out once. */
+PC_VECTOR void V(scaled_nibbles)(const uint8_t *from, vf scale, vf offset, vf *low, vf *high) {
+    V(look_up)(from, _mm512_fmadd_ps(V(numbers)(), (__m512)scale, (__m512)offset), low, high);
 }
 
 /* PC_WIDTH bfloat16 in their order. */

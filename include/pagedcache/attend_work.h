@@ -1,5 +1,5 @@
 /* What one thread works with during a call of attention. The only copies of stored values are at
- * most PC_RUN rows of K or V of one head, in `scratch`. */
+ * most PC_SHORT_RUN rows of K or V of one head, in `scratch`. */
 #ifndef PAGEDCACHE_ATTEND_WORK_H
 #define PAGEDCACHE_ATTEND_WORK_H
 
@@ -22,10 +22,12 @@ enum {
  * mix: in = weights [row][token], or with scales [group][row][token]; out = sums [row][value]. */
 typedef struct {
     const uint8_t *const *data;    /* [count], and PC_SLACK repetitions of the last */
+    int64_t shift;                 /* bytes from each of them to the row */
     const float *scales, *offsets; /* [group][token] */
     int64_t step;                  /* bytes from group to group of a row */
     int64_t pairs, rest, count;    /* rest: values behind the last whole pair of vectors */
     const uint8_t *const *ahead;   /* rows to be fetched meanwhile, one for each of these tokens */
+    int64_t ahead_shift;           /* bytes from each of them to the row */
     int64_t ahead_lines;           /* of 64 bytes, of each row; 0: none */
     const float *in;
     float *out;
@@ -41,14 +43,20 @@ typedef struct {
     float *sums;   /* [row][padded]: the same times v */
 } pc_partial;
 
-/* Tokens that follow one another and are read alike: their addresses, the last one repeated. */
+/* Addresses of the first head's rows, the last one repeated, and of their scales. */
+typedef struct {
+    const uint8_t *data[PC_RUN + PC_SLACK], *scales[PC_RUN + PC_SLACK];
+} pc_addresses;
+
+/* Tokens that follow one another and are read alike, of one head. */
 typedef struct {
     const pc_side *side;
     int64_t chunk;        /* position of the first key of the chunk they belong to */
     int64_t first, count; /* position of the first token; 0 tokens: there are no more */
     int64_t head;         /* of the unit's */
     int where;
-    const uint8_t *data[PC_RUN + PC_SLACK], *scales[PC_RUN + PC_SLACK];
+    const pc_addresses *first_head;
+    int64_t shift, scale_shift; /* bytes from there to the rows of this head, and to their scales */
 } pc_run;
 
 /* Way through the keys and values of a unit: chunk by chunk, K before V, run by run, head by head.
@@ -58,6 +66,7 @@ typedef struct {
     const int32_t *places;
     int64_t first_head, num_heads;
     pc_range keys; /* that any of the unit's rows has, in its parts */
+    int few;       /* whether few rows want them */
     const pc_side *side;
     int64_t chunk, position, end; /* of the next tokens */
 } pc_walk;
@@ -70,10 +79,11 @@ typedef struct {
     uint8_t *halves;
     pc_walk walk;
     pc_run runs[2]; /* the one at hand, and the one behind it, which is being fetched */
+    pc_addresses addresses[2];
     int at_hand;
     int reading; /* of the run at hand */
     pc_tile tile;
-    const uint8_t *decoded[PC_RUN + PC_SLACK]; /* rows of scratch */
+    const uint8_t *decoded[PC_SHORT_RUN + PC_SLACK]; /* rows of scratch */
 } pc_work;
 
 PC_INLINE float *pc_take(uint8_t **memory, int64_t nbytes) {
@@ -100,7 +110,7 @@ PC_INLINE int64_t pc_lay_out(const pc_attend_plan *plan, pc_work *work, uint8_t 
     work->scores = pc_take(&memory, rows * (PC_CHUNK + PC_SLACK) * 4);
     work->folded = pc_take(&memory, PC_ROWS * k * 4);
     work->bias = pc_take(&memory, PC_SLACK * 4);
-    work->scratch = pc_take(&memory, plan->decodes ? PC_RUN * most * 4 : 0);
+    work->scratch = pc_take(&memory, plan->decodes ? PC_SHORT_RUN * most * 4 : 0);
     work->scales = pc_take(&memory, groups * PC_SCALE_STRIDE * 4);
     work->offsets = pc_take(&memory, groups * PC_SCALE_STRIDE * 4);
     work->halves = (uint8_t *)(void *)pc_take(&memory, groups * PC_SCALE_STRIDE * 4);
