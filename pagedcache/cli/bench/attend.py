@@ -126,12 +126,16 @@ def _check(cache: _Cache, q: np.ndarray) -> None:
 
 
 def _torch(cache: _Cache, q: np.ndarray, threads: int) -> dict[str, Timer]:
-    """torch's attention over contiguous K and V, in bfloat16 and in float32."""
+    """torch's attention over contiguous K and V, in bfloat16 and in float32.
+
+    A KV head's queries are given as rows of one head: several times faster than enable_gqa.
+    """
     torch = peers.torch()
     if torch is None or cache.name not in ("bfloat16", "float32"):
         return {}
     kind = getattr(torch, cache.name)
-    query = torch.from_numpy(q.astype(np.float32)).to(kind).transpose(0, 1)[None]
+    query = torch.from_numpy(q.astype(np.float32)).to(kind).transpose(0, 1)
+    query = query.reshape(1, HEADS, GROUP * len(q), HEAD_DIM)
     given = [torch.from_numpy(x).to(kind).transpose(0, 1)[None].contiguous()
              for x in (cache.k, cache.v)]  # fmt: skip
     copies = [given, *([x.clone() for x in given] for _ in range(cache.cache.spec.num_layers - 1))]
@@ -139,13 +143,12 @@ def _torch(cache: _Cache, q: np.ndarray, threads: int) -> dict[str, Timer]:
     mask = None
     if len(q) > 1:
         mask = torch.ones(len(q), CONTEXT, dtype=torch.bool).tril(CONTEXT - len(q))
+        mask = mask.repeat(GROUP, 1)
 
     def run() -> None:
         torch.set_num_threads(threads)
         k, v = next(turns)
-        torch.nn.functional.scaled_dot_product_attention(
-            query, k, v, attn_mask=mask, enable_gqa=True
-        )
+        torch.nn.functional.scaled_dot_product_attention(query, k, v, attn_mask=mask)
 
     return {f"torch sdpa {cache.name}": timed(run)}
 
