@@ -45,10 +45,11 @@ PC_INLINE void pc_side_order(pc_side *side, const pc_isa *isa, int32_t *order) {
     const pc_row_shape *const shape = &side->shape[PC_SEALED];
     const int64_t pair = 2 * isa->width, whole = shape->values / pair * pair;
     int64_t i;
-    side->natural = 1;
+    side->natural = side->paired = 1;
     for (i = 0; i < side->padded; i++) {
         order[i] = (int32_t)isa->value_at(shape->reading, i, whole);
         side->natural &= order[i] == i;
+        side->paired &= order[i] == i / pair * pair + i % isa->width * 2 + i % pair / isa->width;
     }
     side->order = order;
 }

@@ -34,7 +34,8 @@ typedef struct {
     pc_row_shape shape[2]; /* by pc_where */
     int64_t padded;        /* values of a row in registers */
     const int32_t *order;  /* [padded]: the value at each place, padding included */
-    int natural;           /* whether that is the order of the row */
+    int natural, paired;   /* whether that is the order of the row; the even ones of each pair of
+                            * vectors before the odd ones */
 } pc_side;
 
 typedef struct {

@@ -29,6 +29,11 @@ PC_VECTOR void V(bring_in_order)(const pc_side *side, const float *row, float sc
         if (side->natural) {
             V(store)(to, V(load)(row + i) * V(all)(scale));
             V(store)(to + PC_WIDTH, V(load)(row + i + PC_WIDTH) * V(all)(scale));
+        } else if (side->paired) {
+            for (int64_t j = 0; j < PC_WIDTH; j++) {
+                to[j] = row[i + 2 * j] * scale;
+                to[PC_WIDTH + j] = row[i + 2 * j + 1] * scale;
+            }
         } else {
             for (int64_t j = 0; j < PC_PAIR; j++) {
                 to[j] = row[side->order[i + j]] * scale;
@@ -74,6 +79,12 @@ PC_FUNCTION void V(put_result)(const pc_attend_plan *plan, const float *sums, fl
     int64_t i;
     for (i = 0; plan->v.natural && i < plan->v.padded; i += PC_WIDTH) {
         V(store)(buffer + i, V(load)(sums + i) * V(all)(inverse));
+    }
+    for (; plan->v.paired && i < plan->v.padded; i += PC_PAIR) {
+        for (int64_t j = 0; j < PC_WIDTH; j++) {
+            buffer[i + 2 * j] = sums[i + j] * inverse;
+            buffer[i + 2 * j + 1] = sums[i + PC_WIDTH + j] * inverse;
+        }
     }
     for (; i < plan->v.padded; i++) {
         buffer[order[i]] = sums[i] * inverse;

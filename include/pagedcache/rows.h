@@ -101,6 +101,11 @@ PC_INLINE void pc_narrow_row(int dtype, const float *in, int64_t head_dim, uint8
             bits = pc_float_to_half(in[i]);
             memcpy(row + i * stride, &bits, 2);
         }
+    } else if (stride == 2) {
+        for (i = 0; i < head_dim; i++) {
+            bits = pc_float_to_bfloat(in[i]);
+            memcpy(row + i * 2, &bits, 2);
+        }
     } else {
         for (i = 0; i < head_dim; i++) {
             bits = pc_float_to_bfloat(in[i]);
