@@ -115,4 +115,9 @@ PC_INLINE int pc_is_grouped(int reading) {
     return reading == PC_READ_INT8 || reading == PC_READ_PAIRS || reading == PC_READ_HALVES;
 }
 
+/* Whether some format that is read so has a minimum beside the scales of its groups. */
+PC_INLINE int pc_may_have_offsets(int reading) {
+    return reading == PC_READ_HALVES;
+}
+
 #endif

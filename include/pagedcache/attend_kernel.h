@@ -52,7 +52,7 @@ PC_VECTOR void V(score)(const int reading, const int rows, const int tokens, con
                 vf a, b;
                 if (pc_is_grouped(reading)) {
                     V(scaled_pair)(reading, data[t] + offset, scales[t],
-                                   reading == PC_READ_INT8 ? 0.0f : offsets[t], &a, &b);
+                                   pc_may_have_offsets(reading) ? offsets[t] : 0.0f, &a, &b);
                 } else {
                     V(pair)(reading, data[t] + offset, &a, &b);
                 }

@@ -16,7 +16,8 @@ PC_VECTOR void V(decode_row)(const int reading, const pc_run *run, int64_t t, co
         const int64_t at = j / PC_PARTS * PC_SCALE_STRIDE + t;
         vf a, b;
         if (pc_is_grouped(reading)) {
-            V(scaled_pair)(reading, from, work->scales[at], work->offsets[at], &a, &b);
+            V(scaled_pair)(reading, from, work->scales[at],
+                           pc_may_have_offsets(reading) ? work->offsets[at] : 0.0f, &a, &b);
         } else if (j < pairs) {
             V(pair)(reading, from, &a, &b);
         } else {

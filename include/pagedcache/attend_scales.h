@@ -63,7 +63,8 @@ PC_VECTOR void V(line_up_pairs)(const pc_run *run, int64_t groups, int64_t step,
     }
 }
 
-/* Scales and offsets of the run's rows, to work->scales and work->offsets. */
+/* Scales of the run's rows, to work->scales, and where rows may have them offsets, to
+ * work->offsets. */
 PC_FUNCTION void V(take_scales)(const pc_run *run, pc_work *work) {
     const pc_row_shape *const shape = &run->side->shape[PC_SEALED];
     const int code = run->side->kv->space->geometry[PC_SEALED].code;
@@ -74,19 +75,21 @@ PC_FUNCTION void V(take_scales)(const pc_run *run, pc_work *work) {
     int64_t g, t;
     if (code == PC_FORMAT_q8 || code == PC_FORMAT_q4) {
         V(line_up_floats)(run, groups, scales);
-    } else if (code == PC_FORMAT_q4_1) {
+        return;
+    }
+    if (code == PC_FORMAT_q4_1) {
         V(line_up_pairs)(run, groups, step, work->halves);
     } else {
         V(line_up_groups)(run, groups, step, 2, work->halves);
     }
-    for (g = 0; code != PC_FORMAT_q8 && g < groups; g++) {
+    for (g = 0; g < groups; g++) {
         for (t = 0; t < count; t += PC_WIDTH) {
             vf scale, offset = V(all)(0.0f);
             if (code == PC_FORMAT_q4_1) {
                 V(split_halves)(halves + 4 * t, &scale, &offset);
                 offset = V(fma)(scale, V(all)(8.0f), offset);
             } else {
-                scale = code == PC_FORMAT_q4 ? V(load)(scales + t) : V(half)(halves + 2 * t);
+                scale = V(half)(halves + 2 * t);
             }
             V(store)(scales + t, scale);
             V(store)(offsets + t, offset);
