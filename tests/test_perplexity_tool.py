@@ -54,6 +54,22 @@ def test_formats_as_text(
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (30, 3, 64)
 
 
+@pytest.mark.parametrize(
+    ("text", "exact"),
+    [
+        ("q4", False),
+        ("q4,chunk=8", True),
+        ("q4,chunk=16,block=16,reads=stored", False),
+        ("float16,reads=computed", True),
+    ],
+)
+def test_one_pass_reads_what_is_stored_and_chunks_what_was_computed(
+    tool: ModuleType, text: str, exact: bool
+) -> None:
+    assert tool.parse_case(text).exact is exact
+    assert tool.parse_case("q4", chunk=8).exact  # by --chunk as well
+
+
 def test_defaults_go_to_formats_that_do_not_say_otherwise(tool: ModuleType) -> None:
     case = tool.parse_case("q4,chunk=3", 64, "float16", 7)
     assert (case.block_size, case.open_blocks, case.chunk) == (64, "float16", 3)
@@ -64,7 +80,8 @@ def test_defaults_go_to_formats_that_do_not_say_otherwise(tool: ModuleType) -> N
 @pytest.mark.parametrize(
     "text",
     ["", "q9", "k=q8", "k=q8,k=q4", "block=16", "q8,block=0", "q8,block=x", "q8,chunk=-1",
-     "q8,size=3", "q8,open=q4", "float16,open=float16", "q8,k=q4,v=q4", "q8,,"],
+     "q8,size=3", "q8,reads=all", "q8,reads=", "q8,open=q4", "float16,open=float16",
+     "q8,k=q4,v=q4", "q8,,"],
 )  # fmt: skip
 def test_what_no_cache_can_have_is_refused(tool: ModuleType, text: str) -> None:
     if text == "k=q8":  # V is float16 then, as CacheSpec has it
@@ -154,11 +171,40 @@ def test_the_readme_has_every_format_of_the_tool(tool: ModuleType) -> None:
 
 
 def test_the_recommended_formats_cost_what_the_readme_says(tool: ModuleType) -> None:
-    """The bounds that they were chosen by: 8 bits lose nothing to speak of, q4k in generation at
-    most 1 %, K in 8 bits about 1; and the warning beside q4 is true."""
+    """The bounds that they were chosen by: 8 bits lose nothing to speak of, q4k at most 1 %, be it
+    behind a quantised prefix or in generation, K in 8 bits about 1; and the warning beside q4 is
+    true."""
     rows = published()
     assert abs(rows["q8_0"].change) < 0.3 and abs(rows["q8"].change) < 0.3
-    assert all(rows[f"q4k,block={block},chunk=8"].change < 1 for block in (16, 32))
+    for block in (16, 32):
+        assert rows[f"q4k,block={block},chunk={block}"].change < 1
+        assert rows[f"q4k,block={block},chunk=8"].change < 1
     assert rows["k=q8,v=q4"].change < 1.3
     assert rows["q4"].change > 10
-    assert rows["q4,open=float16,block=32,chunk=8"].change < rows["q4"].change / 4
+    for name in ("q4", "q4_0", "q4_1"):  # open blocks
+        assert rows[f"{name},open=float16,block=32,chunk=32"].change < rows[name].change / 3
+
+
+#: Perplexity over float16's in per cent, of the same model on 20,480 tokens of English, as measured
+#: without this library before its kernels were written.
+MEASURED_ELSEWHERE = {
+    "q8": 0.07,
+    "q8_0": 0.08,
+    "q4": 18.2,
+    "q4_0": 14.3,
+    "q4_1": 7.1,
+    "k=q8,v=q4": 1.04,
+    "q4k,block=16,chunk=16": 0.41,
+    "q4k,block=32,chunk=32": 0.57,
+    "q4,open=float16,block=32,chunk=32": 4.6,
+    "q4_0,open=float16,block=32,chunk=32": 4.1,
+    "q4_1,open=float16,block=32,chunk=32": 1.4,
+}
+
+
+@pytest.mark.parametrize("name", MEASURED_ELSEWHERE)
+def test_the_readme_agrees_with_measurements_elsewhere(name: str) -> None:
+    """Within 0.2 percentage points, or three standard errors of the difference of two such figures
+    where that is more: the other text was cut into other windows (float16: 22.72)."""
+    row = published()[name]
+    assert abs(row.change - MEASURED_ELSEWHERE[name]) <= max(0.2, 3 * 2**0.5 * row.error)

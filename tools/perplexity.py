@@ -17,15 +17,22 @@ The model computes in ``--dtype`` and is the same for every format. Each figure 
 the mean of these differences. Nothing is random.
 
 **A format** is a name (``q8_0``), or names for keys and values apart, and settings, with commas:
-``k=q8,v=q4``; ``q4,open=float16,block=32,chunk=1``. ``block``: tokens per block; ``open``: the
+``k=q8,v=q4``; ``q4,open=float16,block=32,chunk=8``. ``block``: tokens per block; ``open``: the
 format of blocks that are not full yet; ``chunk``: tokens per forward pass. They default to
-``--block-size``, ``--open-blocks`` and ``--chunk``.
+``--block-size``, ``--open-blocks`` and ``--chunk``. ``reads``: what the tokens of one pass see of
+each other, ``stored`` (the default where a window is one pass) or ``computed`` (in chunks), which
+is ``exact_prompts`` of a ``PagedCache``: passes below a block always read what is stored.
 
-**Chunks.** With ``chunk=0`` a window is one forward pass, as a prompt is: its full blocks are
-quantised as they are written, and every token reads all keys and values, its own too, as they are
-stored. With ``chunk=1`` tokens come one by one, as in generation (many windows at once, as a
-batch). Only so do open blocks show what they gain: a block that one pass fills is never open. A
-chunk that divides the block, such as 8, shows the same and takes less time.
+**Chunks.** With ``chunk=0`` a window is one forward pass: its full blocks are quantised as they are
+written, and every token reads all keys and values, its own too, as they are stored. That judges
+the format itself. (With ``reads=computed`` one pass loses nothing: it reads nothing back.)
+
+With a chunk of one block every token reads its own block as computed and all earlier ones as
+stored: the longest possible text behind a quantised prefix.
+
+With ``chunk=1`` tokens come one by one, as in generation (many windows at once, as a batch), and
+the newest blocks are open where the format keeps them so. A chunk that divides the block, such as
+8, shows the same and takes less time.
 """
 
 from __future__ import annotations
@@ -42,10 +49,14 @@ from perplexity_cases import Case, parse_case  # noqa: E402
 from perplexity_table import WRITERS, Row, put_into  # noqa: E402
 
 BASELINE = "float16"
-#: The rows of README.md: whole prompts first, then a few tokens at a time.
+#: The rows of README.md: one pass that reads what is stored, blocks behind a quantised prefix, and
+#: a few tokens at a time.
 FORMATS = [
-    "float16", "bfloat16", "q8_0", "q8", "k=q8,v=q4", "q4k,block=16", "q4k,block=32", "q4_1",
-    "q4_0", "q4", "q4k,block=16,chunk=8", "q4k,block=32,chunk=8",
+    "float16", "bfloat16", "q8_0", "q8", "k=q8,v=q4", "q4_1", "q4_0", "q4",
+    "q4k,block=16,chunk=16", "q4k,block=32,chunk=32",
+    "q4_1,open=float16,block=32,chunk=32", "q4_0,open=float16,block=32,chunk=32",
+    "q4,open=float16,block=32,chunk=32",
+    "q4k,block=16,chunk=8", "q4k,block=32,chunk=8",
     "q4_1,open=float16,block=32,chunk=8", "q4_0,open=float16,block=32,chunk=8",
     "q4,open=float16,block=32,chunk=8",
 ]  # fmt: skip

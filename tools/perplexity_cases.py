@@ -7,18 +7,21 @@ from typing import Any
 
 import pagedcache as pc
 
-_SETTINGS = ("kv", "k", "v", "block", "open", "chunk")
+_SETTINGS = ("kv", "k", "v", "block", "open", "chunk", "reads")
+_READS = {"stored": False, "computed": True}
 
 
 @dataclass(frozen=True)
 class Case:
-    """``label`` is the text as it was given; ``chunk``: tokens per forward pass, 0 for a window."""
+    """``label`` is the text as it was given; ``chunk``: tokens per forward pass, 0 for a window;
+    ``exact``: what ``exact_prompts`` of a ``PagedCache`` is."""
 
     label: str
     formats: dict[str, str]
     block_size: int
     open_blocks: str | None
     chunk: int
+    exact: bool
 
     def spec(self, num_layers: int, num_kv_heads: int, head_dim: int) -> pc.CacheSpec:
         """What a cache of this format stores for a model of that geometry."""
@@ -31,7 +34,7 @@ class Case:
 def parse_case(
     text: str, block_size: int = 16, open_blocks: str | None = None, chunk: int = 0
 ) -> Case:
-    """``q8_0``, ``k=q8,v=q4``, ``q4,open=float16,block=32,chunk=1``: see ``perplexity.py``.
+    """``q8_0``, ``k=q8,v=q4``, ``q4,open=float16,block=32,chunk=8``: see ``perplexity.py``.
 
     Raises ``ValueError`` (of which pagedcache's own errors are) for what no cache can have.
     """
@@ -48,13 +51,18 @@ def parse_case(
     formats = {f"{name}_format": given[name] for name in ("kv", "k", "v") if name in given}
     if not formats:
         raise ValueError(f"{text!r}: no format")
+    chunk = _number(text, given.get("chunk", chunk), least=0)
+    reads = given.get("reads", "computed" if chunk else "stored")
+    if reads not in _READS:
+        raise ValueError(f"{text!r}: reads must be one of {tuple(_READS)}, got {reads!r}")
     case = Case(
         text,
         formats,
         _number(text, given.get("block", block_size), least=1),
         # A default for all formats is nothing to those that have no use for it.
         given.get("open", open_blocks if _quantised(formats) else None),
-        _number(text, given.get("chunk", chunk), least=0),
+        chunk,
+        _READS[reads],
     )
     case.spec(1, 1, 32)  # refuses what no cache can have, before a model is loaded
     return case

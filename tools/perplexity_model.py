@@ -90,7 +90,7 @@ def losses_of(
         for first in range(0, count, batch):
             part = torch.from_numpy(windows[first : first + batch]).to(model.device)
             # Without input_ids nothing gets a name, so that no window finds another's blocks.
-            with PagedCache(pool) as past:
+            with PagedCache(pool, exact_prompts=case.exact) as past:
                 for start in range(0, length, step):
                     losses = _losses(model, past, part, start, min(start + step, length))
                     out[first : first + len(part), start : start + losses.shape[1]] = losses
