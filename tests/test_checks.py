@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pagedcache import FORMATS
+from pagedcache import FORMATS, CacheSpec, PagedKVCache
 from pagedcache.checks import Check, SkipCheck, all_checks, channels, judge, reference
 from pagedcache.checks.block_bytes import block_bytes
 from pagedcache.checks.bounds import block_bound, error_bound, relative_rmse
@@ -151,6 +151,19 @@ def test_readings_of_a_block() -> None:
     assert np.array_equal(choices[1], channels.channels_read_back(rows))
     assert np.array_equal(choices[2], channels.channels_read_back(waiting))
     assert len({choice.tobytes() for choice in choices}) == 5
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e4, 1e5, 1e6, 1e9])
+def test_blocks_are_read_back_as_the_kernels_store_them(magnitude: float) -> None:
+    rows: NDArray[np.float32] = np.random.default_rng(10).standard_normal((40, 2, 33)) * magnitude
+    rows = rows.astype(np.float32)
+    rows[:, :, 5], rows[3, 1, 6] = -rows[0, 0, 5], 0
+    spec = CacheSpec(1, 2, 33, 40, k_format="q4k", v_format="q8")
+    with PagedKVCache(spec, 1) as cache:
+        seq = cache.open()
+        seq.append(0, rows, rows)
+        seq.commit(40)
+        assert np.array_equal(seq.gather(0)[0], channels.channels_read_back(rows))
 
 
 @pytest.mark.parametrize("name", ["q4k", "q4_1", "q8"])

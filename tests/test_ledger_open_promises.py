@@ -166,9 +166,10 @@ class Crowd:
 def test_a_crowd_never_takes_what_was_promised() -> None:
     # SPEC F22
     refused = written = 0
-    for seed in range(profiles.scaled(60, 8)):
+    seeds = profiles.scaled(60, 8)
+    for seed in range(seeds):
         crowd = Crowd(seed)
         for _ in range(150):
             crowd.step()
         refused, written = refused + crowd.refused, written + crowd.written
-    assert refused > 100 and written > 1000
+    assert refused > 5 * seeds and written > 10 * seeds  # both have happened, and often

@@ -30,14 +30,20 @@ def _finite(columns: Floats) -> Floats:
     return np.where(finite, columns, limited).astype(np.float32)
 
 
+def _clamped(x: Floats) -> Floats:
+    """What float16 would make Inf is its largest value (include/pagedcache/ggml.h)."""
+    largest = np.float32(65504)
+    return np.where(np.abs(x) < 65520, x, np.copysign(largest, x)).astype(np.float32)
+
+
 def _quantised(columns: Floats) -> tuple[Bytes, NDArray[np.float16]]:
     """One group of tokens ``[tokens, heads, head_dim]``: nibbles, one a byte, of that shape, and
     ``[heads, head_dim, 2]`` of scale and minimum."""
     columns = _finite(columns)
-    low = columns.min(axis=0)
-    scale = (columns.max(axis=0) - low) / np.float32(15)
+    low = _clamped(columns.min(axis=0))
+    scale = _clamped(np.maximum(columns.max(axis=0) - low, 0) / np.float32(15))
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
-    nibbles = np.minimum(np.trunc((columns - low) * inverse + np.float32(0.5)), 15)
+    nibbles = np.clip(np.trunc((columns - low) * inverse + np.float32(0.5)), 0, 15)
     return nibbles.astype(np.uint8), np.stack((scale, low), axis=-1).astype(np.float16)
 
 
