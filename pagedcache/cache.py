@@ -71,8 +71,10 @@ class PagedKVCache(
     beside the blocks. By default a sixteenth of the blocks, at least 16. A sequence needs one for
     its last block, another while it is written across that block's end, and a third where there
     are many. ``open`` keeps two back for a prompt (one within a block), so that what a sequence was
-    opened for can be written whatever others do, if one step is committed before the next; where
-    they are missing, it raises ``OutOfOpenBlocksError``.
+    opened for can be written whatever others do, if one step is committed before the next and the
+    sequence is not forked meanwhile (a fork shares the block that is being written: whoever writes
+    first needs another slot). Where they are missing, ``open`` raises ``OutOfOpenBlocksError``. Two
+    per prompt that is being computed and two per sequence that grows are enough.
 
     Thread-safe: any mix of calls on different handles; readers beside the one writer of a handle.
     A context manager: leaving the block closes it. It cannot be copied or pickled, and belongs to

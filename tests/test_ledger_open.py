@@ -148,8 +148,7 @@ def test_a_cached_block_that_is_rewritten_is_copied_into_an_open_one() -> None:
 
 def test_a_partial_hit_lands_in_an_open_block() -> None:
     kit = Kit(num_open=1, partial_block_reuse=1)
-    first = kit.open(range(8))
-    kit.write(first, range(8))
+    kit.write(kit.open(), range(8))
     again = kit.open([0, 1, 2, 3, 4, 5, 9, 9])
     assert again.num_cached_tokens == 6 and kit.is_open(again) == [False, True]
     assert kit.read(again) == [0, 1, 2, 3, 4, 5]

@@ -84,6 +84,16 @@ def test_promises_are_kept_behind_a_shared_prompt() -> None:
     kit.ledger.check()
 
 
+def test_a_single_slot_is_too_few_for_a_prompt_of_several_blocks() -> None:
+    # SPEC F22
+    kit = Kit(num_open=1)
+    with pytest.raises(OutOfOpenBlocksError) as error:
+        kit.open(range(5))
+    assert error.value.fits_never
+    kit.write(kit.open(range(4)), range(4))
+    kit.ledger.check()
+
+
 def test_a_copy_that_fails_gives_its_promise_back() -> None:
     # SPEC F22 F40
     kit = Kit(num_open=2, partial_block_reuse=1)

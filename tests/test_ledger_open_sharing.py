@@ -83,7 +83,7 @@ def test_a_block_made_writable_is_not_sealed_before_its_time() -> None:
 
 def test_whole_blocks_are_rewritten_without_slots() -> None:
     # SPEC F24 F28: what other layers hold is copied as it is, so nothing is reopened
-    kit = Kit(num_open=1, num_layers=2)
+    kit = Kit(num_open=2, num_layers=2)
     seq = kit.open(range(24))
     kit.write(seq, range(24))
     start, pin = kit.ledger.begin_append(seq, 0, 24, 0)
@@ -325,8 +325,7 @@ def test_a_view_that_is_gone_makes_no_mapping_stale() -> None:
 def test_a_partial_hit_takes_the_slot_of_a_block_that_can_be_sealed() -> None:
     # SPEC F22 F40, CASE C28
     kit = Kit(num_open=1)
-    first = kit.open(range(8))
-    kit.write(first, range(8))
+    kit.write(kit.open(), range(8))
     other = kit.open()
     write_all(kit, other, range(50, 54))
     assert kit.is_open(other) == [True]

@@ -59,13 +59,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 _CLASSES = {
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral",
-    "gemma": "Gemma", "gemma2": "Gemma2", "gpt2": "GPT2",
+    "gemma": "Gemma", "gemma2": "Gemma2", "gpt2": "GPT2", "diffllama": "DiffLlama",
 }  # fmt: skip
 
 
 def config_of(family: str, **changes: Any) -> Any:
     """A small configuration of a family."""
-    options = {**FAMILIES[family], **changes}
+    options = {**FAMILIES.get(family, {}), **changes}
     if family == "gpt2":
         for name in ("bos_token_id", "eos_token_id", "pad_token_id", "vocab_size"):
             options.setdefault(name, _COMMON[name])

@@ -80,7 +80,7 @@ cdef int32_t slots_for(pool_t *p, int64_t start, int64_t end) noexcept nogil:
     """Slots that writing the tokens start … end may need at once."""
     if p.num_open == 0 or start >= end:
         return 0
-    return min(min(2, p.num_open), blocks_for(end, p.block_size) - start // p.block_size)
+    return min(2, blocks_for(end, p.block_size) - start // p.block_size)
 
 
 cdef int32_t slots_wanted(pool_t *p, seq_t *s, int64_t computed) noexcept nogil:

@@ -13,9 +13,11 @@ import devicekit
 import torch
 import transformerskit as kit
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 import pagedcache as pc
 from pagedcache.integrations.transformers import attention, masks, tensors
+from pagedcache.integrations.transformers.layers import PagedLayer
 
 
 @pytest.fixture
@@ -59,6 +61,53 @@ def test_pages_are_read_and_nothing_is_gathered(
             real = shown[:, -part.shape[1] :].bool()
             assert (got - want)[real].abs().max() < 2e-4  # scores of up to 30
     assert calls == {"attend": 9, "gather": 0}
+
+
+@devicekit.cpu_memory("a model on the CPU reads pages of the CPU")
+@pytest.mark.parametrize("changed", ["k", "v", "kv"])
+@pytest.mark.parametrize("lengths", [[20], [20, 7, 13]])
+def test_models_may_change_keys_and_values_behind_the_cache(
+    lengths: list[int], changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They attend to what they made of them, by the mask that was left to the pages."""
+    model, plain = kit.model_of("llama", "pagedcache"), kit.model_of("llama", "eager")
+
+    def change(update: Any) -> Any:
+        def changing(self: Any, *args: Any, **options: Any) -> Any:
+            k, v = update(self, *args, **options)
+            return (k.flip(-1) if "k" in changed else k), (v * 0.5 if "v" in changed else v)
+
+        return changing
+
+    for layer in (DynamicLayer, PagedLayer):
+        monkeypatch.setattr(layer, "update", change(layer.update))
+    ids, mask = kit.padded(lengths)
+    more = [kit.prompt(5, len(lengths), seed=1), kit.prompt(1, len(lengths), seed=2)]
+    with kit.pool_for(model) as pool, kit.paged(pool, ids, mask) as past:
+        cache = DynamicCache()
+        for part in (ids, *more):
+            seen = past.get_seq_length() + part.shape[1]
+            shown = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]), value=1)
+            got = kit.forward(model, part, past, attention_mask=shown)
+            want = kit.forward(plain, part, cache, attention_mask=shown)
+            real = shown[:, -part.shape[1] :].bool()
+            assert (got - want)[real].abs().max() < 2e-4
+
+
+def test_values_that_a_model_changes_behind_a_prefix_hit() -> None:
+    """DiffLlama splits its values behind the cache and attends twice."""
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = kit.make_model("diffllama", **config)
+    ids, found = kit.prompt(36), {}
+    with kit.pool_for(model) as pool:
+        for way in ("eager", "pagedcache", "pagedcache"):
+            model.set_attn_implementation(way)
+            with kit.paged(pool, ids, model=model) as past:
+                got = kit.forward(model, ids[:, past.num_cached_tokens :], past)[:, -1]
+                found[way, past.num_cached_tokens] = got
+    assert len(found) == 2 and max(cached for _, cached in found) == 32
+    values = list(found.values())
+    assert (values[0] - values[1]).abs().max() < 1e-4
 
 
 def test_no_mask_is_made_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:

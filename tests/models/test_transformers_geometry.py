@@ -39,6 +39,9 @@ def config(name: str, **options: Any) -> Any:
     return getattr(transformers, name)(**options)
 
 
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+
+
 def test_one_kv_head_for_all() -> None:
     falcon = config(
         "FalconConfig", num_hidden_layers=2, num_attention_heads=4, hidden_size=64,
@@ -49,6 +52,27 @@ def test_one_kv_head_for_all() -> None:
     assert spec_for(bigcode).num_kv_heads == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("FalconConfig", {"num_kv_heads": 2, "new_decoder_architecture": True}),
+        ("FalconConfig", {"multi_query": True, "new_decoder_architecture": False}),
+        ("FalconConfig", {"multi_query": False, "new_decoder_architecture": False}),
+        ("PersimmonConfig", {"num_key_value_heads": 2}),
+        ("BertConfig", {"is_decoder": True}),
+    ],
+)
+def test_the_spec_is_what_unusual_models_write(name: str, options: Any) -> None:
+    """Some repeat their K and V for every query head before these are cached."""
+    given = {"vocab_size": kit.VOCAB, "pad_token_id": 0, **SMALL, **options}
+    model = transformers.AutoModelForCausalLM.from_config(config(name, **given)).eval()
+    ids, cache = kit.prompt(7), transformers.DynamicCache()
+    want = kit.forward(model, ids, cache)
+    assert spec_for(model).num_kv_heads == cache.layers[0].keys.shape[1]
+    with kit.pool_for(model) as pool, kit.paged(pool, ids, model=model) as past:
+        assert (kit.forward(model, ids, past) - want).abs().max() < 1e-4
+
+
 def test_the_text_part_of_a_multimodal_model() -> None:
     text = kit.config_of("llama")
     vision = config("CLIPVisionConfig", hidden_size=32, num_hidden_layers=5, num_attention_heads=2)
@@ -56,13 +80,13 @@ def test_the_text_part_of_a_multimodal_model() -> None:
     assert spec_for(both) == spec_for(text)
 
 
-SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
-
-
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
         ("T5Config", {}, "encoder-decoder"),
+        ("BertConfig", {}, "an encoder"),
+        ("XLMRobertaConfig", {}, "an encoder"),
+        ("XLNetConfig", {}, "no keys and values"),
         ("MistralConfig", {**SMALL, "num_key_value_heads": 2, "sliding_window": 16}, "16 tokens"),
         ("Gemma2Config", {**SMALL, "num_key_value_heads": 2}, "sliding_attention"),
         ("Gemma3TextConfig", {**SMALL, "num_key_value_heads": 2}, "sliding_attention"),
@@ -139,6 +163,11 @@ def test_layers_that_differ_are_refused_before_a_byte_of_them_is_written() -> No
 
 
 def test_what_is_no_model() -> None:
+    llama = kit.config_of("llama")
+    with pc.PagedKVCache(spec_for(llama), 8) as pool:
+        for wrong in (llama, "llama", 7):
+            with pytest.raises(pc.InvalidArgumentError, match="the model itself"):
+                kit.paged(pool, model=wrong)
     with pytest.raises(pc.FormatError, match="str"):
         spec_for("llama")
     with pytest.raises(pc.InvalidArgumentError):

@@ -16,7 +16,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from pagedcache.errors import InvalidArgumentError
-from pagedcache.integrations.transformers.masks import causal_mask, paged_mask
+from pagedcache.integrations.transformers.masks import (
+    causal_mask,
+    dense_mask,
+    mask_of_none,
+    paged_mask,
+)
 from pagedcache.integrations.transformers.tensors import PagedTensor, Pages, flat
 
 NAME = "pagedcache"
@@ -49,9 +54,12 @@ def paged_attention(
     computed on them.
     """
     window = kwargs.get("sliding_window")
-    if type(key) is not PagedTensor or type(value) is not PagedTensor:
+    pages = _pages(key, value)
+    if pages is None:
+        # A model may change keys or values behind the cache; the mask was left to the pages.
+        if attention_mask is None and getattr(module, "is_causal", True):
+            attention_mask = mask_of_none(query, key, window)
         return _dense(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
-    pages = key.pages
     if (
         attention_mask is None
         and not dropout
@@ -66,11 +74,16 @@ def paged_attention(
         _attend(pages, query, out, scaling, window, _soft_cap(kwargs), _sinks(kwargs))
         return out, None
     if attention_mask is None:
-        attention_mask = causal_mask(
-            query.shape[2], pages.end, pages.starts, window, query.device
-        )
+        attention_mask = dense_mask(query, pages.end, pages.starts, window)
     k, v = pages.gathered()
     return _dense(module, query, k, v, attention_mask, scaling, dropout, kwargs), None
+
+
+def _pages(key: Any, value: Any) -> Pages | None:
+    """The pages that both stand for, as they came from the cache."""
+    if type(key) is not PagedTensor or type(value) is not PagedTensor:
+        return None
+    return key.pages if key.pages is value.pages and (key.which, value.which) == (0, 1) else None
 
 
 def _attend(

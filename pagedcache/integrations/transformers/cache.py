@@ -84,6 +84,9 @@ class PagedCache(Cache):
             )
         pool._storage.nbytes  # noqa: B018 - a closed pool, or one without bytes, refuses here
         if model is not None:
+            if not hasattr(model, "register_forward_pre_hook"):
+                kind = type(model).__name__
+                raise InvalidArgumentError(f"model must be the model itself, got {kind}")
             check_model(model, pool.spec)
         ids = None if input_ids is None else as_ids(input_ids)
         if ids is None and (attention_mask is not None or extra_keys is not None):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
 from pagedcache.errors import FormatError, InvalidArgumentError, ShapeError
 from pagedcache.spec import CacheSpec
 
@@ -28,6 +30,8 @@ _OTHER_STATE = {
     "num_kv_shared_layers": "layers that share another layer's K and V",
     "kv_sharing_modes": "layers that share another layer's K and V",
 }
+# Models without keys and values of all tokens before.
+_NO_CACHE = {"xlnet", "xlm", "reformer"}
 
 
 class Geometry(NamedTuple):
@@ -80,6 +84,11 @@ def geometry_of(model_or_config: Any) -> Geometry:
         raise FormatError("a transformers model or its configuration", kind, "model_or_config")
     if getattr(config, "is_encoder_decoder", False):
         raise _refused(config, "it is an encoder-decoder model (cross-attention)")
+    kind = getattr(config, "model_type", "")
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise _refused(config, "it is an encoder (is_decoder is not set)")
+    if kind in _NO_CACHE:
+        raise _refused(config, "it keeps no keys and values of the tokens before")
     text = config.get_text_config(decoder=True)
     layers = _layer_configs(text)
     for layer in {id(layer): layer for layer in layers}.values():
@@ -128,9 +137,11 @@ def _layer_configs(config: Any) -> list[Any]:
 
 
 def _kv_heads(config: Any) -> int:
-    if getattr(config, "multi_query", False) and not getattr(
-        config, "new_decoder_architecture", False
-    ):
+    kind = getattr(config, "model_type", "")
+    repeats = kind == "falcon" and getattr(config, "new_decoder_architecture", False)
+    if repeats or kind == "persimmon":  # every query head gets K and V before they are cached
+        return _one(config, "num_attention_heads", config.num_attention_heads)
+    if getattr(config, "multi_query", False):
         return 1
     for name in ("num_key_value_heads", "num_kv_heads"):
         value = getattr(config, name, None)

@@ -36,6 +36,7 @@ class _Asked(threading.local):
     """The rows that told their lengths last, in this thread."""
 
     rows: Any = None
+    plan: Plan | None = None  # what the last None for a mask stands for
 
 
 _asked = _Asked()
@@ -60,11 +61,11 @@ def paged_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     Gives None, and the rows a plan, where they attend to their pages; else the mask of ``"sdpa"``.
     """
     rows = _asked.rows and _asked.rows()
-    _asked.rows = None
+    _asked.rows = _asked.plan = None
     if rows is not None and not args:
         plan = _plan(rows, kwargs)
         if plan is not None and not _computed(rows, plan, kwargs.get("dtype")):
-            rows.plan = plan
+            rows.plan = _asked.plan = plan
             return None
     mask: torch.Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
     return mask
@@ -96,6 +97,29 @@ def _plan(rows: Rows, asked: dict[str, Any]) -> Plan | None:
 def _computed(rows: Rows, plan: Plan, dtype: Any) -> bool:
     """Whether the new tokens read K and V (of ``dtype``) that the pages do not hold as they are."""
     return rows.as_computed(plan.end - rows.length) and not holds(rows.pool.spec, dtype)
+
+
+def mask_of_none(query: torch.Tensor, key: torch.Tensor, window: int | None) -> Any:
+    """The mask that None stood for, for a model that made other keys of those it got; None where
+    it stands for itself.
+
+    ``query``: ``[rows, heads, new, head_dim]``; ``key``: ``[rows, heads, keys, head_dim]``.
+    """
+    plan = _asked.plan
+    if plan is None or plan.end != key.shape[2]:
+        return None
+    return dense_mask(query, plan.end, plan.starts, window)
+
+
+def dense_mask(
+    query: torch.Tensor, end: int, starts: list[int] | None, window: int | None
+) -> torch.Tensor | None:
+    """``causal_mask`` for queries over ordinary tensors; None where attention without a mask means
+    the same: all keys for one query, or the causal ones for as many queries as keys."""
+    count = query.shape[2]
+    if starts is None and window is None and count in (1, end):
+        return None
+    return causal_mask(count, end, starts, window, query.device)
 
 
 def left_padding(mask: Array) -> list[int] | None:
