@@ -212,7 +212,8 @@ class PagedKVCache(
         ``resumed``: the request was preempted and comes back; its hits are counted apart.
         ``stream``: where the blocks found and taken are going to be used.
 
-        Raises ``OutOfBlocksError`` (only if the prompt would not fit cold either),
+        Raises ``OutOfBlocksError`` (only if the prompt would not fit cold either; its subclass
+        ``OutOfOpenBlocksError`` where open blocks are what is missing),
         ``SequenceTooLongError`` or ``InvalidArgumentError``, with nothing changed.
         """
         checked = as_tokens(tokens)
