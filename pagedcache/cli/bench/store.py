@@ -38,7 +38,9 @@ def make_cache(
 def scattered(cache: pagedcache.PagedKVCache, num_seqs: int, tokens_each: int) -> list[Any]:
     """Sequences whose blocks do not follow one another in the pool."""
     rng = np.random.default_rng(1)
-    fillers = [cache.open([0]) for _ in range(cache.num_blocks)]
+    fillers = [cache.open() for _ in range(cache.num_blocks)]
+    for seq in fillers:
+        cache.prepare([seq], [cache.spec.block_size])  # a block that takes no open slot
     for i in rng.permutation(len(fillers)):
         fillers[i].free()
     return [

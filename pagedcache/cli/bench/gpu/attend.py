@@ -55,8 +55,9 @@ def _one(
         return
     spec = _spec(name, layers)
     with pagedcache.PagedKVCache(
-        spec, blocks + 4 * batch, device=machine.name, partial_block_reuse=0
-    ) as cache:
+        spec, blocks + 4 * batch, device=machine.name, partial_block_reuse=0,
+        num_open_blocks=2 * batch if spec.has_open_blocks else None,
+    ) as cache:  # fmt: skip
         seqs = _filled(machine, cache, batch, context)
         values = np.random.default_rng(4).standard_normal((batch, HEADS * GROUP, HEAD_DIM))
         q = upload(values.astype(ml_dtypes.bfloat16), machine.name)
