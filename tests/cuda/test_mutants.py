@@ -30,7 +30,7 @@ def up_to_date(built: Path, sanitizer: str | None) -> None:
     build.Builder(built).build([sanitizer or "plain"])
 
 
-def tested(mutant: mutants.Mutant, built: Path, folder: Path) -> Any:
+def process_of(mutant: mutants.Mutant, built: Path, folder: Path) -> Any:
     """The process that ran the mutant's tests on a library with it."""
     up_to_date(built, mutant.sanitizer)
     library = mutants.build_mutant(mutant, built, folder)
@@ -47,14 +47,14 @@ def test_its_place_is_there(mutant: mutants.Mutant) -> None:
 @slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_fault_is_found(mutant: mutants.Mutant, built: Path, tmp_path: Path) -> None:
-    done = tested(mutant, built, tmp_path)
+    done = process_of(mutant, built, tmp_path)
     assert done.returncode in mutants.CAUGHT, done.stdout[-3000:]
 
 
 @slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_what_makes_no_difference(variant: mutants.Mutant, built: Path, tmp_path: Path) -> None:
-    done = tested(variant, built, tmp_path)
+    done = process_of(variant, built, tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
