@@ -157,6 +157,36 @@ def forward(model: Any, ids: torch.Tensor, past: Any, **options: Any) -> torch.T
         return model(ids, use_cache=True, **options).logits
 
 
+def padded_pass(
+    part: torch.Tensor, past: Any, mask: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Mask and positions of a pass behind ``past``, whose prompt was padded like ``mask``; and
+    which tokens of ``part`` are none of the padding."""
+    seen = past.get_seq_length() + part.shape[1]
+    shown = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]), value=1)
+    positions = (shown.cumsum(1) - 1).clamp(min=0)[:, -part.shape[1] :]
+    options = {"attention_mask": shown, "position_ids": positions}
+    return options, shown[:, -part.shape[1] :].bool()
+
+
+def counted_calls(monkeypatch: Any) -> dict[str, int]:
+    """How often pages were read by attention, and gathered, from now on."""
+    counts = {"attend": 0, "gather": 0}
+
+    def count(owner: type, name: str) -> None:
+        call = getattr(owner, name)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return call(*args, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(pc.PagedKVCache, "attend")
+    count(pc.Sequence, "gather")
+    return counts
+
+
 @contextlib.contextmanager
 def counted_tokens(model: Any) -> Iterator[list[int]]:
     """How many tokens of each row every forward pass of ``model`` computes."""

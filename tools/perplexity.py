@@ -52,7 +52,8 @@ BASELINE = "float16"
 #: The rows of README.md: one pass that reads what is stored, blocks behind a quantised prefix, and
 #: a few tokens at a time.
 FORMATS = [
-    "float16", "bfloat16", "q8_0", "q8", "k=q8,v=q4", "q4_1", "q4_0", "q4",
+    "float16", "bfloat16", "q8_0", "q8", "k=q8,v=q4", "q4k,block=16", "q4k,block=32",
+    "q4_1", "q4_0", "q4",
     "q4k,block=16,chunk=16", "q4k,block=32,chunk=32",
     "q4_1,open=float16,block=32,chunk=32", "q4_0,open=float16,block=32,chunk=32",
     "q4,open=float16,block=32,chunk=32",

@@ -55,4 +55,13 @@ PC_VECTOR vi V(as_bits)(vf value) {
 #include "attend_vector_any.h"
 #endif
 
+#if PC_WIDTH != 16 /* which looks them up */
+/* The low and the high halves of PC_WIDTH bytes, less 8, times scale, plus offset. */
+PC_VECTOR void V(scaled_nibbles)(const uint8_t *from, vf scale, vf offset, vf *low, vf *high) {
+    V(nibbles)(from, low, high);
+    *low = V(fma)(*low, scale, offset);
+    *high = V(fma)(*high, scale, offset);
+}
+#endif
+
 #endif

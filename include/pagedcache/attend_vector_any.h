@@ -57,12 +57,6 @@ PC_VECTOR void V(nibbles)(const uint8_t *from, vf *low, vf *high) {
     *high = V(load)(y);
 }
 
-PC_VECTOR void V(scaled_nibbles)(const uint8_t *from, vf scale, vf offset, vf *low, vf *high) {
-    V(nibbles)(from, low, high);
-    *low = V(fma)(*low, scale, offset);
-    *high = V(fma)(*high, scale, offset);
-}
-
 PC_VECTOR vf V(bfloat)(const uint8_t *from) {
     float x[PC_WIDTH];
     for (int i = 0; i < PC_WIDTH; i++) {

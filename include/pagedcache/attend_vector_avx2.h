@@ -35,12 +35,6 @@ PC_VECTOR void V(nibbles)(const uint8_t *from, vf *low, vf *high) {
     *high = (vf)_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(x, 4), eight));
 }
 
-PC_VECTOR void V(scaled_nibbles)(const uint8_t *from, vf scale, vf offset, vf *low, vf *high) {
-    V(nibbles)(from, low, high);
-    *low = V(fma)(*low, scale, offset);
-    *high = V(fma)(*high, scale, offset);
-}
-
 PC_VECTOR vf V(bfloat)(const uint8_t *from) {
     const __m128i x = _mm_loadu_si128((const __m128i *)(const void *)from);
     return (vf)_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));

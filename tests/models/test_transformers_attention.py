@@ -22,21 +22,7 @@ from pagedcache.integrations.transformers.layers import PagedLayer
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often pages were read by attention, and gathered."""
-    counts = {"attend": 0, "gather": 0}
-    attend, gather = pc.PagedKVCache.attend, pc.Sequence.gather
-
-    def counted_attend(self: Any, *args: Any, **options: Any) -> Any:
-        counts["attend"] += 1
-        return attend(self, *args, **options)
-
-    def counted_gather(self: Any, *args: Any, **options: Any) -> Any:
-        counts["gather"] += "out" in options
-        return gather(self, *args, **options)
-
-    monkeypatch.setattr(pc.PagedKVCache, "attend", counted_attend)
-    monkeypatch.setattr(pc.Sequence, "gather", counted_gather)
-    return counts
+    return kit.counted_calls(monkeypatch)
 
 
 @devicekit.cpu_memory("a model on the CPU reads pages of the CPU")
@@ -52,13 +38,9 @@ def test_pages_are_read_and_nothing_is_gathered(
     with kit.pool_for(model) as pool, kit.paged(pool, ids, mask) as past:
         cache = DynamicCache()
         for part in (ids, *more):
-            seen = past.get_seq_length() + part.shape[1]
-            shown = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]), value=1)
-            positions = (shown.cumsum(1) - 1).clamp(min=0)[:, -part.shape[1] :]
-            options = {"attention_mask": shown, "position_ids": positions}
+            options, real = kit.padded_pass(part, past, mask)
             got = kit.forward(model, part, past, **options)
             want = kit.forward(plain, part, cache, **options)
-            real = shown[:, -part.shape[1] :].bool()
             assert (got - want)[real].abs().max() < 2e-4  # scores of up to 30
     assert calls == {"attend": 9, "gather": 0}
 
@@ -86,11 +68,9 @@ def test_models_may_change_keys_and_values_behind_the_cache(
     with kit.pool_for(model) as pool, kit.paged(pool, ids, mask) as past:
         cache = DynamicCache()
         for part in (ids, *more):
-            seen = past.get_seq_length() + part.shape[1]
-            shown = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]), value=1)
-            got = kit.forward(model, part, past, attention_mask=shown)
-            want = kit.forward(plain, part, cache, attention_mask=shown)
-            real = shown[:, -part.shape[1] :].bool()
+            options, real = kit.padded_pass(part, past, mask)
+            got = kit.forward(model, part, past, **options)
+            want = kit.forward(plain, part, cache, **options)
             assert (got - want)[real].abs().max() < 2e-4
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,13 +89,10 @@ def test_left_padding_is_honoured(kv_format: str, family: str, way: str) -> None
         with kit.paged(pool, ids, mask) as past:
             cache: Any = DynamicCache()
             for part in (ids, more):
-                seen = past.get_seq_length() + part.shape[1]
-                shown = torch.nn.functional.pad(mask, (0, seen - mask.shape[1]), value=1)
-                positions = (shown.cumsum(1) - 1).clamp(min=0)[:, -part.shape[1] :]
-                options = {"attention_mask": shown, "position_ids": positions}
+                options, real = kit.padded_pass(part, past, mask)
                 got = kit.forward(model, part, past, **options)
                 want = kit.forward(plain, part, cache, **options)
-                assert difference(got, want, shown[:, -part.shape[1] :].bool()) < NEAR
+                assert difference(got, want, real) < NEAR
                 cache = stored(past)
             kit.whole(pool)
 
@@ -147,19 +143,7 @@ def test_less_than_a_block_is_read_back(way: str) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often pages were read by attention, and gathered."""
-    counts = {"attend": 0, "gather": 0}
-
-    def counted(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*args: Any, **options: Any) -> Any:
-            counts[kind] += 1
-            return call(*args, **options)
-
-        return count
-
-    monkeypatch.setattr(pc.PagedKVCache, "attend", counted("attend", pc.PagedKVCache.attend))
-    monkeypatch.setattr(pc.Sequence, "gather", counted("gather", pc.Sequence.gather))
-    return counts
+    return kit.counted_calls(monkeypatch)
 
 
 @devicekit.cpu_memory("a model on the CPU reads pages of the CPU")
