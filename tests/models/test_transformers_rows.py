@@ -159,6 +159,25 @@ def test_reorder_is_a_table_swap(indices: list[int]) -> None:
         kit.whole(pool)
 
 
+@pytest.mark.parametrize("way", ["sdpa", "pagedcache"])
+@pytest.mark.parametrize("given", [-3, 0])
+def test_rows_without_padding_need_no_mask_once_they_are_alone(given: int, way: str) -> None:
+    """They came in a batch with a padded one."""
+    model, plain = kit.model_of("llama", way), kit.model_of("llama", "eager")
+    ids, mask = kit.padded([14, 20])
+    more = kit.prompt(1, seed=4)
+    with kit.pool_for(model) as pool, kit.paged(pool, ids, mask) as past:
+        options, _ = kit.padded_pass(ids, past, mask)
+        kit.forward(model, ids, past, **options)
+        past.batch_select_indices(torch.tensor([1]))
+        past.crop(given)
+        cache = DynamicCache()
+        kit.forward(plain, ids[1:, : 20 + given], cache)
+        shown = torch.ones(1, 20 + given + 1, dtype=torch.long)
+        got = kit.forward(model, more, past, attention_mask=shown)
+        assert (got - kit.forward(plain, more, cache)).abs().max() < 2e-4
+
+
 def test_repeat_and_select() -> None:
     model = kit.model_of("llama")
     ids = kit.prompt(20, rows=2)

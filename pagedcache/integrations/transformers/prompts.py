@@ -128,7 +128,7 @@ class Prompt:
     def select(self, sources: SequenceABC[int]) -> Prompt:
         """The same for rows that changed places."""
         chosen = Prompt(None, None, self.salt, self.adapter)
-        chosen.mask = None if self.mask is None else self.mask[list(sources)]
+        chosen.mask = None if self.mask is None else _padding(self.mask[list(sources)])
         chosen.rows, chosen.length, chosen.reused = len(sources), self.length, self.reused
         chosen.named, chosen.extras = self.named, self.extras
         chosen._covered, chosen.checked = self._covered, self.checked
