@@ -15,6 +15,7 @@ from pagedcache.bookkeeping.gate cimport drain, enter, fork_generation, leave
 from pagedcache.bookkeeping.inspect cimport check_pool
 from pagedcache.bookkeeping.opening cimport opening_destroy
 from pagedcache.bookkeeping.prefix_index cimport index_destroy, index_init
+from pagedcache.bookkeeping.releasing cimport chain_plain, chain_t, keep_chain, undo_chain
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
 
@@ -136,14 +137,20 @@ cdef result_t check_ids(pool_t *p, const int32_t *ids, int64_t n, bint freeing) 
 
 
 cdef result_t free_many(pool_t *p, const int32_t *ids, int64_t n) noexcept nogil:
+    cdef chain_t chain
+    cdef int64_t plain
     cdef result_t r = answer(enter(p))
     if r.code != OK:
         return r
-    r = check_ids(p, ids, n, True)
+    plain = chain_plain(p, ids, n, &chain)
+    r = check_ids(p, ids + plain, n - plain, True)
     if r.code == OK:
-        lend(p, ids, n, -1)
-        release_many(p, ids, n)
+        keep_chain(p, &chain)
+        lend(p, ids + plain, n - plain, -1)
+        release_many(p, ids + plain, n - plain)
         p.epoch += 1
+    else:
+        undo_chain(p, ids, plain)
     leave(p)
     return r
 

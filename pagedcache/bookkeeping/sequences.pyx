@@ -7,10 +7,10 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_grow, pc_release
-from pagedcache.bookkeeping.blocks cimport release_block
 from pagedcache.bookkeeping.copies cimport cancel_copies
 from pagedcache.bookkeeping.gate cimport set_reaper
 from pagedcache.bookkeeping.opening cimport promise, renew_promise
+from pagedcache.bookkeeping.releasing cimport release_tail
 from pagedcache.bookkeeping.types cimport *
 
 
@@ -120,9 +120,8 @@ cdef void seq_free(pool_t *p, seq_t *s) noexcept nogil:
     """Give back every block, the tail first, and leave the list. Idempotent."""
     if s.freed:
         return
-    while s.num_blocks > 0:
-        s.num_blocks -= 1
-        release_block(p, s.table[s.num_blocks])
+    release_tail(p, s.table, 0, s.num_blocks)
+    s.num_blocks = 0
     s.freed = True
     if s.prev != NULL:
         s.prev.next = s.next
@@ -272,9 +271,9 @@ cdef result_t truncate(pool_t *p, seq_t *s, int64_t n, bint keep_blocks) noexcep
     if not keep_blocks:
         s.opened = min(s.opened, n)
         keep = blocks_for(n, p.block_size)
-        while s.num_blocks > keep:
-            s.num_blocks -= 1
-            release_block(p, s.table[s.num_blocks])
+        if s.num_blocks > keep:
+            release_tail(p, s.table, keep, s.num_blocks)
+            s.num_blocks = keep
     # a view of the given up tokens keeps its values: writing there copies the block first
     for i in range(n // p.block_size, s.num_blocks):
         p.flags[s.table[i]] &= ~FLAG_FULL
