@@ -13,6 +13,7 @@ from pagedcache.bookkeeping import SlotMapping
 from pagedcache.sequence import Sequence, listed, states_of
 
 if TYPE_CHECKING:
+    from pagedcache.door import Door
     from pagedcache.spec import CacheSpec
 
 Array = np.ndarray[Any, Any]
@@ -35,6 +36,7 @@ class BatchPaths:
     spec: CacheSpec
     _ledger: Any
     _storage: Any
+    _door: Door | None
     _movers: Any
     _on_device: bool
     _queue: Any
@@ -97,6 +99,10 @@ class BatchPaths:
         moved or changed hands since ``prepare``), ``SlotError`` (out of range, given twice, in a
         shared, cached or free block) or ``PendingCopyError``.
         """
+        door = self._door
+        if door is not None and on_nonfinite is None and stream is None:
+            if door.store(layer, k, v, slot_mapping):
+                return
         storage, ledger = self._storage, self._ledger
         queue = self._queue(stream)
         layer = as_layer(layer, self.spec.num_layers)

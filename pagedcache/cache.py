@@ -20,6 +20,7 @@ from pagedcache.arrays import as_tokens
 from pagedcache.attention import Attention
 from pagedcache.batches import BatchPaths
 from pagedcache.bookkeeping import Ledger
+from pagedcache.door import Door
 from pagedcache.errors import FormatError, InvalidArgumentError, PagedCacheError, shown
 from pagedcache.guards import NO_STORAGE, Gone, NoCopy, freed
 from pagedcache.handles import Handles
@@ -33,6 +34,7 @@ from pagedcache.sequence import Sequence
 from pagedcache.sizes import format_size
 from pagedcache.spec import CacheSpec
 from pagedcache.storage import make_storage
+from pagedcache.storage.cpu import CpuStorage
 from pagedcache.upkeep import Upkeep
 
 _NO_KEYS: Any = ()  # the default of extra_keys
@@ -102,6 +104,7 @@ class PagedKVCache(
         # First of all, so that close() and repr() work on an instance that was refused.
         self._ledger: Any = freed("this cache")
         self._storage: Any = freed("this cache")
+        self._door: Door | None = None
         self._handles = Handles()
         self._on_device = False
         if not isinstance(spec, CacheSpec):
@@ -133,6 +136,8 @@ class PagedKVCache(
             hash_mask=self._hash_mask,
         )
         self._storage = NO_STORAGE if bytes_kept is None else bytes_kept
+        if isinstance(bytes_kept, CpuStorage):
+            self._door = Door(self._ledger, bytes_kept)
 
     def _make_storage(self, storage: Any, num_open: int) -> Any:
         if storage is None:
@@ -168,6 +173,7 @@ class PagedKVCache(
         ledger = self._ledger
         states = self._handles.close()
         self._ledger = self._storage = freed("this cache")
+        self._door = None
         if isinstance(ledger, Gone):
             return
         try:

@@ -32,7 +32,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     (
         "façade",
         {
-            "", "attention", "batches", "cache", "handles", "ids", "movers", "ordering",
+            "", "attention", "batches", "cache", "door", "handles", "ids", "movers", "ordering",
             "pointers", "reading", "sequence", "upkeep", "views",
         },
     ),

@@ -105,6 +105,15 @@ class CpuStorage(Storage):
             raise FreedHandleError("this storage")
         return slabs
 
+    def native_slabs(self) -> list[tuple[Kind, Slabs]]:
+        """K's and V's slabs in the order in which :meth:`store` writes them."""
+        return list(self._open().items())
+
+    def arrays_of(self, layer: int) -> list[Array]:
+        """All memory of a layer: its slabs and open slots, K and V."""
+        both = [*(self._arrays or {}).values(), *self._open_arrays.values()]
+        return [slabs[layer] for slabs in both if slabs]
+
     def _rows(self, k: Any, v: Any, num_tokens: int | None, queue: Any) -> tuple[Array, Array]:
         heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
         return (
@@ -119,8 +128,7 @@ class CpuStorage(Storage):
     def _apart(self, layer: int, rows: Array, queue: Any) -> Array:
         if rows.base is None and not self.adopted:
             return rows  # owns its memory, and the slabs are ours
-        both = [*(self._arrays or {}).values(), *self._open_arrays.values()]
-        inside = any(np.may_share_memory(rows, slabs[layer]) for slabs in both if slabs)
+        inside = any(np.may_share_memory(rows, slab) for slab in self.arrays_of(layer))
         return copied(rows, "rows that lie in the slabs") if inside else rows
 
     def _store(
