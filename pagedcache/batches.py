@@ -70,6 +70,44 @@ class BatchPaths:
             self._ready(seqs, mapping.place_slots, queue)
         return mapping
 
+    def step(
+        self,
+        seqs: Iterable[Sequence],
+        tokens: Any,
+        counts: Any = None,
+        *,
+        stream: Any = None,
+    ) -> SlotMapping:
+        """The bookkeeping between two forward passes of a batch, in one call: commit what the last
+        one computed, name the tokens that were sampled, and make their positions writable.
+
+        1. Every sequence commits what was named and made writable before: the tokens of the
+           last ``step``, or of ``prepare``. Drop rejected drafts by ``seq.truncate`` first.
+        2. Its next ``counts[i]`` positions (one each by default) become writable, as ``prepare``
+           makes them: the ``SlotMapping`` lists their slots in the order of ``seqs``.
+        3. ``tokens`` (a list or integer array) names those of these positions that have no token
+           yet, in the same order: what was sampled. A sequence that still computes its prompt,
+           known since ``open``, takes none, so one call serves a batch of both kinds.
+
+        Raises what ``commit``, ``append_tokens`` and ``prepare`` raise, with nothing changed: free
+        or preempt somebody and call again. Two errors are found only when the commit is made,
+        which then stands, in a cache that keeps blocks open (``CacheSpec.open_blocks``):
+        ``OutOfOpenBlocksError``, as the commit frees open blocks, and a failure to copy bytes.
+        Calling again commits nothing twice. ``stream``: as for ``commit`` and ``prepare``.
+        """
+        seqs = seqs if isinstance(seqs, (list, tuple)) else listed(seqs)
+        states = states_of(seqs)
+        each = None if counts is None else as_amounts(counts, "counts")
+        sampled, queue, step = as_tokens(tokens), self._queue(stream), self._ledger.step
+        if queue is None:
+            mapping: SlotMapping = step(states, sampled, each)
+            return mapping
+        self._only_ours(seqs)
+        self._settle(states, [state.num_prepared for state in states], stream)
+        mapping = self._movers.run(queue, step, states, sampled, each)
+        self._ready(seqs, mapping.place_slots, queue)
+        return mapping
+
     def store(
         self,
         layer: int,

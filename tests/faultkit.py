@@ -102,6 +102,8 @@ OPERATIONS: dict[str, Operation] = {
     "commit": lambda w: w.seq.commit(1),
     "prepare": lambda w: w.child.prepare(2),
     "prepare batch": lambda w: w.cache.prepare(w.seqs, [5, 6, 7]),
+    "step": lambda w: w.cache.step(w.seqs, [5, 6, 7]),
+    "step of many tokens": lambda w: w.cache.step(w.seqs, range(18), [5, 6, 7]),
     "store": lambda w: w.cache.store(0, K[:1], V[:1], w.mapping),
     "store raw": lambda w: w.cache.store(0, K[:1], V[:1], w.mapping.slots),
     "truncate": lambda w: w.child.truncate(3),

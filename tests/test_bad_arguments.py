@@ -132,6 +132,15 @@ SWEEP: dict[str, tuple[Call, list[Any]]] = {
         lambda w, x: w.cache.append_tokens([w.seq, getattr(w, x)], [1, 2]),
         ["gone", "stranger", "seq"],
     ),
+    "cache.step seqs": (lambda w, x: w.cache.step(x, [1]), [*SEQS, []]),
+    "cache.step tokens": (lambda w, x: w.cache.step([w.seq], x), [*TOKENS, [1, 2], []]),
+    "cache.step counts": (
+        lambda w, x: w.cache.step([w.seq], [1], x),
+        [5, "a", [1.0], [True], [-1], [2], [0], [2**40], [2**64], [1, 0], [], [[1]], Odd()],
+    ),
+    "cache.step foreign": (
+        lambda w, x: w.cache.step([w.seq, getattr(w, x)], [1, 2]), ["gone", "stranger", "seq"]
+    ),
     "store layer": (lambda w, x: w.cache.store(x, w.rows, w.rows, [-1]), LAYERS),
     "store k": (lambda w, x: w.cache.store(0, x, w.rows, [-1]), ARRAYS),
     "store v": (lambda w, x: w.cache.store(0, w.rows, x, [-1]), ARRAYS),
@@ -184,6 +193,7 @@ SWEEP: dict[str, tuple[Call, list[Any]]] = {
     "packed_views stream": (lambda w, x: w.seq.packed_views(0, stream=x), STREAMS),
     "prepare stream": (lambda w, x: w.seq.prepare(1, stream=x), STREAMS),
     "cache.prepare stream": (lambda w, x: w.cache.prepare([w.seq], [1], stream=x), STREAMS),
+    "cache.step stream": (lambda w, x: w.cache.step([w.seq], [1], stream=x), STREAMS),
     "store stream": (lambda w, x: w.cache.store(0, w.rows, w.rows, [-1], stream=x), STREAMS),
     "commit stream": (lambda w, x: w.seq.commit(0, stream=x), STREAMS),
     "cache.commit stream": (lambda w, x: w.cache.commit([w.seq], [0], stream=x), STREAMS),

@@ -15,7 +15,7 @@ from pagedcache.bookkeeping.block_pool cimport BlockPool
 from pagedcache.bookkeeping.blocks cimport pin_next, unpin_block
 from pagedcache.bookkeeping.gate cimport drop, enter, fork_generation, leave
 from pagedcache.bookkeeping.sequences cimport (
-    num_tokens, num_written, readable_end, written_end,
+    num_tokens, num_written, outstanding, readable_end, written_end,
 )
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
@@ -98,6 +98,15 @@ cdef class SeqState:
         """Tokens known, opened for, computed or written; bounds truncate."""
         self._enter()
         cdef int64_t n = num_tokens(self.pool.p, self.s)
+        leave(self.pool.p)
+        return n
+
+    @property
+    def num_prepared(self):
+        """End of the tokens that were named and made writable, at least the computed length: where
+        a step() commits to."""
+        self._enter()
+        cdef int64_t n = self.s.computed + outstanding(self.s)
         leave(self.pool.p)
         return n
 

@@ -18,24 +18,21 @@ from pagedcache.bookkeeping.copies cimport finish_copies, take_copies
 from pagedcache.bookkeeping.defragment cimport (
     apply_relocation, plan_compact, plan_defragment, relocation_release, relocation_t,
 )
-from pagedcache.bookkeeping.exports cimport (
-    export_pages, export_tables, seq_pointers, unique_and_live,
-)
+from pagedcache.bookkeeping.exports cimport export_pages, export_tables
 from pagedcache.bookkeeping.gate cimport drop, leave
 from pagedcache.bookkeeping.handles cimport SeqState, enter_fast, new_state
 from pagedcache.bookkeeping.ledger_base cimport HUGE, token_pointer
-from pagedcache.bookkeeping.ledger_seal cimport LedgerSeal
+from pagedcache.bookkeeping.ledger_step cimport LedgerStep
 from pagedcache.bookkeeping.sequences cimport (
     append_tokens, fork, num_tokens, seq_free, table_reserve, truncate,
 )
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
-from pagedcache.bookkeeping.steps cimport append_many
 from pagedcache.bookkeeping.types cimport *
 
-from pagedcache.errors import InvalidArgumentError, StorageMemoryError
+from pagedcache.errors import StorageMemoryError
 
 
-cdef class Ledger(LedgerSeal):
+cdef class Ledger(LedgerStep):
     """Sequences over a BlockPool: admission, writing, sharing, eviction, defragmentation.
 
     Parameters
@@ -182,57 +179,6 @@ cdef class Ledger(LedgerSeal):
         cdef pool_t *p = self._of(seq)
         cdef result_t r = append_tokens(p, seq.s, &value, 1)
         leave(p)
-        if r.code != OK:
-            raise_result(r)
-
-    # ------------------------------------------------------------ one step of a batch
-    def commit_many(self, list seqs, list counts):
-        """commit() of ``counts[i]`` tokens for every ``seqs[i]``, all or nothing."""
-        self._step(seqs, counts, None)
-
-    def append_many(self, list seqs, tokens, list counts=None):
-        """Extend the histories: ``counts[i]`` of the tokens (uint32 array) for ``seqs[i]``, one
-        behind the other; one token each by default. All or nothing."""
-        self._step(seqs, counts, tokens)
-
-    def _step(self, list seqs, list counts, tokens):
-        seqs = list(seqs)                 # an __index__ may change the caller's lists
-        counts = None if counts is None else list(counts)
-        cdef pool_t *p = self.pool.p
-        cdef int64_t i, n = len(seqs), total = 0, given = 0
-        cdef const uint32_t *raw = NULL
-        cdef int64_t *amounts
-        cdef seq_t **pointers
-        cdef result_t r
-        cdef bint committing = tokens is None
-        if counts is not None and len(counts) != n:
-            raise InvalidArgumentError(f"counts: expected one per sequence ({n}), "
-                                       f"got {len(counts)}")
-        if tokens is not None:
-            raw = token_pointer(tokens, &given)
-        pointers = seq_pointers(self.pool, seqs)
-        amounts = <int64_t *> pc_calloc(n, sizeof(int64_t))
-        try:
-            if amounts == NULL:
-                raise StorageMemoryError(n * 8, "a batch step")
-            for i in range(n):
-                amounts[i] = 1 if counts is None else int_argument(counts[i], "counts", 0, 2**40)
-                total += amounts[i]
-            if tokens is not None and total != given:
-                raise InvalidArgumentError(f"tokens: expected {total} for these sequences, "
-                                           f"got {given}")
-            enter_fast(p)
-            try:
-                r = unique_and_live(p, pointers, n, True)
-                if r.code == OK and committing:
-                    r = self._commit(pointers, amounts, n)
-                elif r.code == OK:
-                    r = append_many(p, pointers, raw, amounts, n)
-            finally:
-                leave(p)
-        finally:
-            pc_release(amounts)
-            pc_release(pointers)
         if r.code != OK:
             raise_result(r)
 

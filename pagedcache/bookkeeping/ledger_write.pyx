@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """Tokens get their slots: write ranges made private and grown."""
 from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memset
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from pagedcache.bookkeeping.sequences cimport written_end
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
 from pagedcache.bookkeeping.writing cimport (
-    apply_writes, cancel_privates, plan_t, plan_writes, private_t, take_privates, write_t,
+    apply_writes, batch_release, batch_t, cancel_privates, place_batch, plan_t, plan_writes,
+    private_t, take_privates, write_t,
 )
 
 from pagedcache.errors import InvalidArgumentError, StorageMemoryError
@@ -95,91 +97,102 @@ cdef class LedgerWrite(LedgerOpen):
                 n += 1
         self.mover(src, dst, np.full(n, self.pool.p.block_size, dtype=np.int32))
 
+    cdef SlotMapping _begin_batch(self, batch_t *b, list seqs, list counts):
+        """Check the arguments of a step and take all memory that it needs; ``b`` is empty and the
+        caller's to release. ``counts`` None: one token each."""
+        cdef pool_t *p = self.pool.p
+        cdef int64_t i, count, bound = 0
+        cdef SlotMapping mapping = SlotMapping.__new__(SlotMapping)
+        b.n = len(seqs)
+        if counts is not None and len(counts) != b.n:
+            raise InvalidArgumentError(f"counts: expected one per sequence ({b.n}), "
+                                       f"got {len(counts)}")
+        b.counts = <int64_t *> pc_calloc(b.n, sizeof(int64_t))
+        if b.counts == NULL:
+            raise StorageMemoryError(b.n * 8, "a batch step")
+        for i in range(b.n):
+            count = 1
+            if counts is not None:
+                item = counts[i]
+                if type(item) is not int or not 0 <= item <= 2**40:
+                    # the name is formatted only for what is no plain count: this loop is hot
+                    item = int_argument(item, f"counts[{i}]", 0, 2**40)
+                count = item
+            b.counts[i] = count       # read once: the caller's list and its numbers may change
+            b.total += count
+            bound += count // p.block_size + 2
+        if b.total > 2**40:
+            raise InvalidArgumentError(f"counts: {b.total} tokens in one step are too many")
+        b.seqs = seq_pointers(self.pool, seqs)
+        # as many slots as the pool has at most: a larger step is refused before it is allocated
+        if b.total > <int64_t> p.num_blocks * p.block_size:
+            raise_result(answer(E_BLOCKS, blocks_for(b.total, p.block_size), num_free(p),
+                                p.num_blocks))
+        b.plan.num_writes = b.n
+        b.plan.privates = <private_t *> pc_calloc(bound, sizeof(private_t))
+        b.plan.writes = <write_t *> pc_calloc(b.n, sizeof(write_t))
+        mapping.pool = self.pool
+        if b.plan.privates == NULL or b.plan.writes == NULL or not mapping.reserve(bound):
+            raise StorageMemoryError(bound * 48, "a slot mapping")
+        for i in range(b.n):
+            b.plan.writes[i].seq = b.seqs[i]
+            b.plan.writes[i].count = b.counts[i]
+        mapping.make_slots(b.total)
+        return mapping
+
+    cdef int _grant(self, batch_t *b, SlotMapping mapping) except -1:
+        """The ranges of an executed plan may be written: list their slots."""
+        cdef pool_t *p = self.pool.p
+        cdef int64_t B = p.block_size
+        cdef int64_t i, j, first, last, at = 0
+        cdef int32_t block
+        cdef write_t *w
+        for i in range(b.n):
+            w = &b.plan.writes[i]
+            w.seq.granted = max(w.seq.granted, w.start + w.count)
+            first = w.start
+            while first < w.start + w.count:      # the part that lies in one block
+                last = min((first // B + 1) * B, w.start + w.count)
+                block = w.seq.table[first // B]
+                mapping.note(block)
+                for j in range(first % B, last - first // B * B):
+                    mapping.raw[at] = block * B + j
+                    if p.num_open > 0:
+                        mapping.placed[at] = place(p, block) * B + j
+                    at += 1
+                first = last
+        mapping.epoch = p.layout_epoch
+        mapping.checked = p.epoch
+        return 0
+
     def prepare(self, list seqs, list counts):
         """Make the next ``counts[i]`` tokens of each sequence writable -> SlotMapping.
 
         Grows tables and copies shared or cached blocks of the write ranges, all or nothing.
         """
-        seqs, counts = list(seqs), list(counts)   # an __index__ may change the caller's lists
-        cdef int64_t i, j, n = len(seqs), total = 0, bound = 0, at = 0
-        cdef int64_t B = self.pool.p.block_size
-        cdef int64_t count
-        cdef list checked = []
-        if len(counts) != n:
-            raise InvalidArgumentError(f"counts: expected one per sequence ({n}), "
-                                       f"got {len(counts)}")
-        for i in range(n):
-            item = counts[i]
-            if type(item) is not int or not 0 <= item <= 2**40:
-                # the name is formatted only for what is no plain count: this loop is hot
-                item = int_argument(item, f"counts[{i}]", 0, 2**40)
-            count = item
-            checked.append(count)     # read once: the caller's list and its numbers may change
-            total += count
-            bound += count // B + 2
-        if total > 2**40:
-            raise InvalidArgumentError(f"counts: {total} tokens in one step are too many")
-        cdef SlotMapping mapping = SlotMapping.__new__(SlotMapping)
-        cdef int64_t[::1] slots
-        cdef int64_t[::1] places
         cdef pool_t *p = self.pool.p
-        cdef plan_t plan
+        cdef batch_t b
         cdef result_t r
-        cdef write_t *w
-        cdef seq_t **pointers = seq_pointers(self.pool, seqs)
-        mapping.pool = self.pool
-        # as many slots as the pool has at most: a larger step is refused before it is allocated
-        if total > <int64_t> p.num_blocks * B:
-            pc_release(pointers)
-            raise_result(answer(E_BLOCKS, blocks_for(total, B), num_free(p), p.num_blocks))
-        plan.num_writes = n
-        plan.privates = <private_t *> pc_calloc(bound, sizeof(private_t))
-        plan.writes = <write_t *> pc_calloc(n, sizeof(write_t))
+        cdef SlotMapping mapping
+        memset(&b, 0, sizeof(batch_t))
         try:
-            if plan.privates == NULL or plan.writes == NULL or not mapping.reserve(bound):
-                raise StorageMemoryError(bound * 48, "a slot mapping")
-            out = np.empty(total, dtype=np.int64)
-            slots = out
-            placed = np.empty(total, dtype=np.int64) if p.num_open > 0 else out
-            places = placed
-            for i in range(n):
-                plan.writes[i].count = checked[i]
-                plan.writes[i].seq = pointers[i]
+            # lists of our own: an __index__ may change the caller's
+            mapping = self._begin_batch(&b, list(seqs), list(counts))
             enter_fast(p)
             try:
-                r = unique_and_live(p, pointers, n, True)
+                r = unique_and_live(p, b.seqs, b.n, True)
                 if r.code == OK:
-                    for i in range(n):
-                        plan.writes[i].start = pointers[i].computed
-                        plan.writes[i].settled = high_water(p, pointers[i])
-                    r = self._plan(&plan)
+                    place_batch(p, &b, NULL)
+                    r = self._plan(&b.plan)
                 if r.code == OK:
-                    self._execute(&plan)
-                    for i in range(n):
-                        w = &plan.writes[i]
-                        w.seq.granted = max(w.seq.granted, w.start + w.count)
-                        for j in range(w.start, w.start + w.count):
-                            if j == w.start or j % B == 0:
-                                mapping.note(w.seq.table[j // B])
-                            slots[at] = w.seq.table[j // B] * B + j % B
-                            if p.num_open > 0:
-                                places[at] = (<int64_t> place(p, w.seq.table[j // B]) * B
-                                              + j % B)
-                            at += 1
-                    mapping.epoch = p.layout_epoch
-                    mapping.checked = p.epoch
+                    self._execute(&b.plan)
+                    self._grant(&b, mapping)
             finally:
                 leave(p)
         finally:
-            pc_release(plan.privates)
-            pc_release(plan.writes)
-            pc_release(pointers)
+            batch_release(&b)
         if r.code != OK:
             raise_result(r)
-        mapping.slots = np.asarray(memoryview(out).toreadonly())
-        mapping.place_slots = mapping.slots
-        if placed is not out:
-            mapping.place_slots = np.asarray(memoryview(placed).toreadonly())
         return mapping
 
     def prepare_blocks_needed(self, SeqState seq, n):

@@ -39,6 +39,22 @@ cdef class SlotMapping:
     def __repr__(self):
         return f"SlotMapping({len(self.slots)} slots in {self.count} blocks, epoch {self.epoch})"
 
+    cdef int make_slots(self, int64_t n) except -1:
+        """Room for n slots. The arrays that users get cannot be made writable again."""
+        cdef int64_t[::1] view
+        slots = np.empty(n, dtype=np.int64)
+        view = slots
+        self.raw = &view[0] if n > 0 else NULL
+        self.placed = self.raw
+        self.slots = np.asarray(memoryview(slots).toreadonly())
+        self.place_slots = self.slots
+        if self.pool.p.num_open > 0:
+            slots = np.empty(n, dtype=np.int64)
+            view = slots
+            self.placed = &view[0] if n > 0 else NULL
+            self.place_slots = np.asarray(memoryview(slots).toreadonly())
+        return 0
+
     cdef bint reserve(self, int64_t room) noexcept nogil:
         self.blocks = <int32_t *> pc_calloc(room, sizeof(int32_t))
         self.generations = <uint32_t *> pc_calloc(room, sizeof(uint32_t))

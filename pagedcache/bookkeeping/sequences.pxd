@@ -10,6 +10,7 @@ cdef bint tokens_reserve(seq_t *s, int64_t tokens) noexcept nogil
 cdef int64_t written_end(seq_t *s, int64_t layer) noexcept nogil
 cdef int64_t readable_end(pool_t *p, seq_t *s, int64_t layer) noexcept nogil
 cdef int64_t num_written(pool_t *p, seq_t *s) noexcept nogil
+cdef int64_t outstanding(seq_t *s) noexcept nogil
 cdef int64_t num_tokens(pool_t *p, seq_t *s) noexcept nogil
 cdef int64_t extra_size(identity_t *who, int64_t start, int64_t stop) noexcept nogil
 cdef void extra_bytes(identity_t *who, int64_t start, int64_t stop, uint8_t *out) noexcept nogil

@@ -207,6 +207,11 @@ cdef int64_t readable_end(pool_t *p, seq_t *s, int64_t layer) noexcept nogil:
     return written_end(s, layer)
 
 
+cdef int64_t outstanding(seq_t *s) noexcept nogil:
+    """Tokens that were named and made writable, and are not computed yet."""
+    return max(<int64_t> 0, min(s.history, s.vouched) - s.computed)
+
+
 cdef int64_t num_tokens(pool_t *p, seq_t *s) noexcept nogil:
     """Known, opened for, computed or written: what truncate may be asked for."""
     return max(max(s.history, s.opened), high_water(p, s))

@@ -54,16 +54,30 @@ cdef result_t may_commit_many(pool_t *p, seq_t **seqs, const int64_t *counts,
     return answer(OK)
 
 
-cdef result_t append_many(pool_t *p, seq_t **seqs, const uint32_t *tokens, const int64_t *counts,
-                          int64_t n) noexcept nogil:
-    """Name the next counts[i] tokens of seqs[i]; the tokens of all lie one behind the other."""
-    cdef int64_t i, at = 0
+cdef result_t may_append_many(pool_t *p, seq_t **seqs, const int64_t *counts,
+                              int64_t n) noexcept nogil:
+    """Whether counts[i] more tokens of seqs[i] may be named; makes the room for them."""
+    cdef int64_t i
     for i in range(n):
         if seqs[i].history + counts[i] > p.max_seq_len:
             return answer(E_TOO_LONG, seqs[i].history + counts[i], p.max_seq_len)
         if not tokens_fit(seqs[i], counts[i]):
             return answer(E_MEMORY, (seqs[i].known + counts[i]) * 4)
+    return answer(OK)
+
+
+cdef void name_many(seq_t **seqs, const uint32_t *tokens, const int64_t *counts,
+                    int64_t n) noexcept nogil:
+    """Name the next counts[i] tokens of seqs[i]; the tokens of all lie one behind the other."""
+    cdef int64_t i, at = 0
     for i in range(n):
         name_tokens(seqs[i], tokens + at, counts[i])
         at += counts[i]
-    return answer(OK)
+
+
+cdef result_t append_many(pool_t *p, seq_t **seqs, const uint32_t *tokens, const int64_t *counts,
+                          int64_t n) noexcept nogil:
+    cdef result_t r = may_append_many(p, seqs, counts, n)
+    if r.code == OK:
+        name_many(seqs, tokens, counts, n)
+    return r

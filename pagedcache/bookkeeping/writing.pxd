@@ -28,6 +28,16 @@ cdef struct plan_t:
     int64_t fresh            # blocks to take in all
     int64_t opens            # open slots to take in all
 
+# The write ranges of many sequences, with the memory that they need.
+cdef struct batch_t:
+    seq_t **seqs
+    int64_t *counts
+    int64_t n
+    int64_t total            # sum of the counts
+    plan_t plan
+
+cdef void batch_release(batch_t *b) noexcept nogil
+cdef void place_batch(pool_t *p, batch_t *b, const int64_t *more) noexcept nogil
 cdef result_t plan_writes(pool_t *p, plan_t *plan) noexcept nogil
 cdef void take_privates(pool_t *p, plan_t *plan) noexcept nogil
 cdef void cancel_privates(pool_t *p, plan_t *plan) noexcept nogil

@@ -11,10 +11,28 @@ blocks so that bytes can be copied; apply_writes() cannot fail, cancel_privates(
 """
 from libc.stdint cimport int32_t, int64_t
 
+from pagedcache.bookkeeping.alloc cimport pc_release
 from pagedcache.bookkeeping.blocks cimport pin_block, release_block, take, unpin_block
 from pagedcache.bookkeeping.opening cimport close_block, open_block, promise
 from pagedcache.bookkeeping.sequences cimport table_reserve
 from pagedcache.bookkeeping.types cimport *
+
+
+cdef void batch_release(batch_t *b) noexcept nogil:
+    pc_release(b.seqs)
+    pc_release(b.counts)
+    pc_release(b.plan.privates)
+    pc_release(b.plan.writes)
+
+
+cdef void place_batch(pool_t *p, batch_t *b, const int64_t *more) noexcept nogil:
+    """Let the ranges begin at the computed lengths, or where those will be after ``more``."""
+    cdef int64_t i
+    cdef write_t *w
+    for i in range(b.n):
+        w = &b.plan.writes[i]
+        w.start = w.seq.computed + (more[i] if more != NULL else 0)
+        w.settled = max(high_water(p, w.seq), w.start)
 
 
 cdef bint must_replace(pool_t *p, int32_t b, write_t *w) noexcept nogil:
