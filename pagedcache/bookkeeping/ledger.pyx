@@ -12,7 +12,7 @@ from libc.string cimport memcpy
 
 import numpy as np
 
-from pagedcache.bookkeeping.alloc cimport pc_calloc, pc_release
+from pagedcache.bookkeeping.alloc cimport pc_calloc
 from pagedcache.bookkeeping.blocks cimport take
 from pagedcache.bookkeeping.copies cimport finish_copies, take_copies
 from pagedcache.bookkeeping.defragment cimport (
