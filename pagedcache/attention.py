@@ -17,6 +17,9 @@ from pagedcache.storage.attention import AttentionBatch, AttentionOptions
 if TYPE_CHECKING:
     from pagedcache.spec import CacheSpec
 
+Array = np.ndarray[Any, Any]
+
+_LIMIT = 2**63
 _MOST, _LEAST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
@@ -99,12 +102,13 @@ class Attention:
         wants_lse = as_flag(return_lse, "return_lse")
         arrays = storage.attention_arrays(layer, q, out, sinks, wants_lse, queue)
         counts = _q_lens(q_lens, len(arrays.q), len(states))
-        ends = _lengths(lengths, states, layer, counts)
+        ledger = self._ledger
+        given = None if lengths is None else _lengths(lengths, states, layer)
+        ends = ledger.read_ends(states, given, counts, layer)
         firsts = _starts(starts, ends)
-        pin, indptr = self._ledger.pin_reads(states, ends, layer)
+        pin, indptr = ledger.pin_reads(states, ends, layer)
         with pin:
-            each = (np.array(numbers, np.int64) for numbers in (ends, counts, firsts))
-            table = AttentionBatch(pin.places, indptr, *each)
+            table = AttentionBatch(pin.places, indptr, ends, counts, firsts)
             storage.attend(layer, arrays, table, options, queue)
         return (arrays.result, arrays.result_lse) if wants_lse else arrays.result
 
@@ -148,12 +152,12 @@ def _amounts(values: Any, name: str, num_seqs: int) -> list[int]:
     return numbers
 
 
-def _q_lens(q_lens: Any, total: int, num_seqs: int) -> list[int]:
+def _q_lens(q_lens: Any, total: int, num_seqs: int) -> Array:
     if q_lens is None:
         if num_seqs == 1:
-            return [total]
+            return np.array((total,), np.int64)
         if total == num_seqs:
-            return [1] * num_seqs
+            return np.ones(num_seqs, np.int64)
         raise InvalidArgumentError(
             f"q has {total} queries for {num_seqs} sequences: give q_lens, how many are whose"
         )
@@ -163,45 +167,27 @@ def _q_lens(q_lens: Any, total: int, num_seqs: int) -> list[int]:
             raise InvalidArgumentError(f"q_lens[{i}] must not be negative, got {count}")
     if sum(counts) != total:
         raise InvalidArgumentError(f"q_lens add up to {sum(counts)}, but q has {total} queries")
-    return counts
+    return np.array(counts, np.int64)
 
 
-def _lengths(lengths: Any, states: list[Any], layer: int, counts: list[int]) -> list[int]:
-    if lengths is None:
-        ends = [_written(state, layer, i) for i, state in enumerate(states)]
-    else:
-        ends = _amounts(lengths, "lengths", len(states))
-        for i, (end, state) in enumerate(zip(ends, states, strict=True)):
-            readable = int(state.readable(layer))
-            if not 0 <= end <= readable:
-                raise InvalidPositionError(
-                    end, readable, f"lengths[{i}]: only what was written can be attended to"
-                )
-    for i, (end, count) in enumerate(zip(ends, counts, strict=True)):
-        if count > end:
-            raise InvalidPositionError(
-                count, end, f"queries of sequence {i}: they are its last positions"
-            )
-    return ends
+def _lengths(lengths: Any, states: list[Any], layer: int) -> Array:
+    ends = _amounts(lengths, "lengths", len(states))
+    try:
+        return np.array(ends, np.int64)
+    except OverflowError:
+        i = next(i for i, end in enumerate(ends) if not -_LIMIT <= end < _LIMIT)
+        raise InvalidPositionError(
+            ends[i],
+            int(states[i].readable(layer)),
+            f"lengths[{i}]: only what was written can be attended to",
+        ) from None
 
 
-def _written(state: Any, layer: int, i: int) -> int:
-    """The layer's written end, unless the engine alone knows it."""
-    readable = int(state.readable(layer))  # first: what a writer beside this call adds is written
-    written = int(state.written(layer))
-    if readable > written:
-        raise InvalidArgumentError(
-            f"lengths: {readable - written} tokens of sequence {i} were prepared and are not "
-            "committed; say how many keys are written"
-        )
-    return written
-
-
-def _starts(starts: Any, ends: list[int]) -> list[int]:
+def _starts(starts: Any, ends: Array) -> Array:
     if starts is None:
-        return [0] * len(ends)
+        return np.zeros(len(ends), np.int64)
     firsts = _amounts(starts, "starts", len(ends))
-    for i, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+    for i, (first, end) in enumerate(zip(firsts, ends.tolist(), strict=True)):
         if not 0 <= first <= end:
             raise InvalidPositionError(first, end, f"starts[{i}]")
-    return firsts
+    return np.array(firsts, np.int64)

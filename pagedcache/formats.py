@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -83,13 +84,7 @@ class KVFormat:
     @property
     def dtype(self) -> np.dtype[Any]:
         """NumPy dtype of a float format's values; uint8, raw bytes, for a quantised one."""
-        if self.is_quantized:
-            return np.dtype(np.uint8)
-        if self.name == "bfloat16":
-            import ml_dtypes  # not a dtype of NumPy itself
-
-            return np.dtype(ml_dtypes.bfloat16)
-        return np.dtype(self.name)
+        return _dtype("uint8" if self.is_quantized else self.name)
 
     @property
     def bytes_per_value(self) -> float:
@@ -115,6 +110,15 @@ class KVFormat:
 
     def __str__(self) -> str:
         return self.name
+
+
+@cache
+def _dtype(name: str) -> np.dtype[Any]:
+    if name == "bfloat16":
+        import ml_dtypes  # not a dtype of NumPy itself
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
 
 
 def _named(name: str) -> KVFormat:

@@ -12,12 +12,12 @@ from pagedcache.bookkeeping.handles cimport Pin, SeqState, enter_fast, new_pin
 from pagedcache.bookkeeping.ledger_base cimport HUGE
 from pagedcache.bookkeeping.ledger_write cimport LedgerWrite
 from pagedcache.bookkeeping.mapping cimport SlotMapping
-from pagedcache.bookkeeping.sequences cimport readable_end
+from pagedcache.bookkeeping.sequences cimport readable_end, written_end
 from pagedcache.bookkeeping.slots cimport check_slots
 from pagedcache.bookkeeping.status cimport int_argument, raise_result
 from pagedcache.bookkeeping.types cimport *
 
-from pagedcache.errors import InvalidArgumentError
+from pagedcache.errors import InvalidArgumentError, InvalidPositionError
 
 
 cdef class LedgerPin(LedgerWrite):
@@ -55,33 +55,85 @@ cdef class LedgerPin(LedgerWrite):
             raise_result(answer(E_POSITION, b, room, why))
         return pin
 
-    def pin_reads(self, list seqs, list ends, layer=-1):
+    def read_ends(self, list seqs, given, const int64_t[::1] counts, layer):
+        """How many tokens to read of each sequence, int64 ``[n]``: ``given`` (int64 ``[n]``), or
+        where it is None all that is written of the layer.
+
+        ``counts[i]`` of them, the last ones, are wanted at least. Raises InvalidPositionError, and
+        InvalidArgumentError where tokens were prepared and only the engine knows what is written.
+        """
+        cdef int64_t of_layer = int_argument(layer, "layer", 0, self.pool.p.num_layers - 1)
+        cdef pool_t *p = self.pool.p
+        cdef int64_t i, n = len(seqs), readable = 0, written = 0
+        cdef bint ask = given is None, wrong = False
+        cdef result_t r
+        ends = np.empty(n, dtype=np.int64) if ask else given
+        cdef int64_t[::1] end = ends
+        if end.shape[0] != n or counts.shape[0] != n:
+            raise InvalidArgumentError(f"lengths and counts: expected one per sequence ({n}), "
+                                       f"got {end.shape[0]} and {counts.shape[0]}")
+        cdef seq_t **pointers = seq_pointers(self.pool, seqs)
+        try:
+            enter_fast(p)
+            r = unique_and_live(p, pointers, n, False)
+            i = 0
+            while r.code == OK and i < n:
+                readable = readable_end(p, pointers[i], of_layer)
+                if ask:
+                    written = end[i] = written_end(pointers[i], of_layer)
+                    wrong = readable > written
+                else:
+                    wrong = not 0 <= end[i] <= readable
+                if wrong:
+                    break
+                i += 1
+            leave(p)
+        finally:
+            pc_release(pointers)
+        if r.code != OK:
+            raise_result(r)
+        if wrong and ask:
+            raise InvalidArgumentError(
+                f"lengths: {readable - written} tokens of sequence {i} were prepared and are not "
+                "committed; say how many keys are written")
+        if wrong:
+            raise InvalidPositionError(
+                end[i], readable, f"lengths[{i}]: only what was written can be attended to")
+        for i in range(n):
+            if counts[i] > end[i]:
+                raise InvalidPositionError(
+                    counts[i], end[i], f"queries of sequence {i}: they are its last positions")
+        return ends
+
+    def pin_reads(self, list seqs, ends, layer=-1):
         """Pin the blocks of the first ``ends[i]`` tokens of each sequence -> (Pin, indptr).
 
-        The pin's ``block_ids`` and ``places`` hold those of all sequences, one after the other;
-        int64 ``indptr[i]`` … ``indptr[i + 1]`` are the i-th's. A sequence may come twice. ``layer``
-        as for pin_range().
+        ``ends``: int64 ``[n]``, or a list. The pin's ``block_ids`` and ``places`` hold those of all
+        sequences, one after the other; int64 ``indptr[i]`` … ``indptr[i + 1]`` are the i-th's. A
+        sequence may come twice. ``layer`` as for pin_range().
         """
         cdef int64_t of_layer = int_argument(layer, "layer", -1, self.pool.p.num_layers - 1)
-        seqs, ends = list(seqs), list(ends)       # an __index__ may change the caller's lists
+        seqs = list(seqs)                         # an __index__ may change the caller's list
+        if type(ends) is list:
+            ends = np.array([int_argument(x, "lengths", 0, HUGE) for x in ends], np.int64)
+        cdef const int64_t[::1] end = ends
         cdef pool_t *p = self.pool.p
         cdef int64_t B = p.block_size
         cdef int64_t longest = <int64_t> p.num_blocks * B
-        cdef int64_t i, j, n = len(seqs), end
+        cdef int64_t i, j, n = len(seqs)
         cdef int64_t[::1] bounds
         cdef result_t r
         cdef Pin pin
-        if len(ends) != n:
+        if end.shape[0] != n:
             raise InvalidArgumentError(f"lengths: expected one per sequence ({n}), "
-                                       f"got {len(ends)}")
-        indptr = np.zeros(n + 1, dtype=np.int64)
+                                       f"got {end.shape[0]}")
+        indptr = np.empty(n + 1, dtype=np.int64)
         bounds = indptr
+        bounds[0] = 0
         for i in range(n):
-            end = int_argument(ends[i], "lengths", 0, HUGE)
-            if end > longest:
-                raise_result(answer(E_POSITION, end, longest, 4))
-            bounds[i + 1] = bounds[i] + blocks_for(end, B)
-            ends[i] = end
+            if not 0 <= end[i] <= longest:
+                raise_result(answer(E_POSITION, end[i], longest, 4))
+            bounds[i + 1] = bounds[i] + blocks_for(end[i], B)
         cdef seq_t **pointers = seq_pointers(self.pool, seqs)
         try:
             pin = new_pin(self.pool, bounds[n])
@@ -90,11 +142,11 @@ cdef class LedgerPin(LedgerWrite):
             for i in range(n):
                 if r.code != OK:
                     break
-                end = ends[i]
-                if end > pointers[i].num_blocks * B:
-                    r = answer(E_POSITION, end, pointers[i].num_blocks * B, 4)
-                elif of_layer >= 0 and end > readable_end(p, pointers[i], of_layer):
-                    r = answer(E_POSITION, end, readable_end(p, pointers[i], of_layer), 6)
+                # By the bounds, which are ours: what is pinned lies in the table for sure.
+                if bounds[i + 1] - bounds[i] > pointers[i].num_blocks:
+                    r = answer(E_POSITION, end[i], pointers[i].num_blocks * B, 4)
+                elif of_layer >= 0 and end[i] > readable_end(p, pointers[i], of_layer):
+                    r = answer(E_POSITION, end[i], readable_end(p, pointers[i], of_layer), 6)
             if r.code == OK:
                 for i in range(n):
                     for j in range(bounds[i + 1] - bounds[i]):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pagedcache.errors import ShapeError
 from pagedcache.spec import CacheSpec
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
+class AttentionOptions(NamedTuple):
     """How queries attend; see ``PagedKVCache.attend``. All checked."""
 
     scale: float
@@ -36,8 +34,7 @@ class AttentionBatch(NamedTuple):
     """The first key that exists."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionArrays:
+class AttentionArrays(NamedTuple):
     """Arrays of one call, checked, as the storage takes them."""
 
     q: Any

@@ -35,6 +35,9 @@ from pagedcache.storage.checks import overlaps_itself
 from pagedcache.storage.cpu_attention import attend, check_arrays
 from pagedcache.storage.slabs import KINDS, Array, Kind
 
+_ALIGNMENT = slab_memory.ALIGNMENT
+_SPARE = _ALIGNMENT - 1
+
 
 class CpuStorage(Storage):
     """K and V of every layer for ``num_blocks`` blocks and ``num_open`` open slots.
@@ -137,7 +140,7 @@ class CpuStorage(Storage):
         pair = {"k": k, "v": v}
         for kind, native in self._open().items():
             rows = pair[kind]
-            bad = native.store(layer, _bits(rows), _code(rows), slots, policy)
+            bad = native.store(layer, rows, _code(rows), slots, policy)
             if bad:  # a value changed after check_rows, or nobody called it
                 refuse_nonfinite(kind, rows)
 
@@ -155,15 +158,15 @@ class CpuStorage(Storage):
         queue: Any,
     ) -> tuple[Array, Array]:
         slabs = self._open()
-        outs = [host_out(out_k, "out_k", shape, fmt), host_out(out_v, "out_v", shape, fmt)]
-        if overlap(*outs):
+        k, v = host_out(out_k, "out_k", shape, fmt), host_out(out_v, "out_v", shape, fmt)
+        if out_k is not None and out_v is not None and overlap(k, v):
             raise ShapeError("out_k and out_v that share no memory", "overlapping arrays", "out")
         for given, name in ((out_k, "out_k"), (out_v, "out_v")):
             if given is not None and self._covered(given):
                 raise ShapeError("memory apart from the slabs", "an array over them", name)
-        for kind, out in zip(KINDS, outs, strict=True):
-            slabs[kind].load(layer, ids, first, _bits(out), fmt.code)
-        return outs[0], outs[1]
+        slabs["k"].load(layer, ids, first, k, fmt.code)
+        slabs["v"].load(layer, ids, first, v, fmt.code)
+        return k, v
 
     # ---- attention -----------------------------------------------------------------------
 
@@ -226,7 +229,7 @@ class CpuStorage(Storage):
         shape = (heads, num_tokens, head_dim) if by_head else (num_tokens, heads, head_dim)
         block = _empty(shape, fmt)
         rows = block.transpose(1, 0, 2) if by_head else block
-        native.load(layer, ids, 0, _bits(rows), fmt.code)
+        native.load(layer, ids, 0, rows, fmt.code)
         return block
 
     def block_array(
@@ -336,8 +339,8 @@ def _empty(shape: tuple[int, ...], fmt: KVFormat) -> Array:
     dtype = fmt.dtype
     nbytes = math.prod(shape) * dtype.itemsize
     try:
-        memory = np.empty(nbytes + slab_memory.ALIGNMENT - 1, np.uint8)
-        skip = bytes_to_alignment(memory, slab_memory.ALIGNMENT)
+        memory = np.empty(nbytes + _SPARE, np.uint8)
+        skip = bytes_to_alignment(memory, _ALIGNMENT)
         kind = Bfloat16Array if fmt.name == "bfloat16" else np.ndarray
         return kind(shape, dtype, memory, skip)
     except (MemoryError, ValueError, OverflowError):  # the latter for sizes past the address space
@@ -348,13 +351,8 @@ def _code(rows: Array) -> int:
     return row_format(rows.dtype).code
 
 
-def _bits(rows: Array) -> Array:
-    """Return rows as unsigned integers of their width: bfloat16 has no buffer format."""
-    return rows.view(np.uint32 if rows.dtype.itemsize == 4 else np.uint16)
-
-
 def refuse_nonfinite(kind: Kind, rows: Array) -> None:
     """Raise :class:`NonFiniteError` for the first NaN or Inf of rows on the host."""
-    index = find_nonfinite(_bits(rows), _code(rows))
+    index = find_nonfinite(rows, _code(rows))
     if index >= 0:
         raise NonFiniteError(kind, index, float(rows[np.unravel_index(index, rows.shape)]))

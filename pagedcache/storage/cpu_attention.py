@@ -107,15 +107,13 @@ def attend(
     options: AttentionOptions,
 ) -> None:
     """Run a call."""
-    fmt = row_format(arrays.q.dtype)
-    bits = np.uint32 if fmt.dtype.itemsize == 4 else np.uint16  # bfloat16 has no buffer format
     native.attend(
         slabs["k"],
         slabs["v"],
         layer,
-        arrays.q.view(bits),
-        arrays.out.view(bits),
-        fmt.code,
+        arrays.q,
+        arrays.out,
+        row_format(arrays.q.dtype).code,
         *batch,
         options.scale,
         options.causal,

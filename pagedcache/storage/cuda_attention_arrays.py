@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,11 +60,11 @@ class CudaAttentionArrays(CudaStores):
         else:
             arrays = self._on_this_device(q, rows, out, target, return_lse, queue)
             if own is None:
-                arrays = replace(arrays, sinks=check_sinks(sinks, arrays.q.shape[1]))
+                arrays = arrays._replace(sinks=check_sinks(sinks, arrays.q.shape[1]))
         if own is not None:
             self._check_sinks(own, arrays.q.shape[1])
             self._follow(queue, own)
-            arrays = replace(arrays, sinks=own)
+            arrays = arrays._replace(sinks=own)
         return arrays
 
     def _on_this_device(
