@@ -13,8 +13,23 @@ cdef struct match_t:
     int64_t available        # free blocks less this request's own hits
     int64_t cached_tokens
 
+# One prompt on its way in: its sequence, which has no blocks yet, holds the tokens.
+cdef struct admit_t:
+    seq_t *s
+    int64_t n                # tokens of the prompt
+    int64_t upto             # tokens to take blocks for
+    bint resumed
+    uint8_t *scratch
+    match_t m
+    int32_t slots            # open slots to promise
+    int32_t target           # block that gets the copy of the source's head, or NONE
+
 cdef int64_t scratch_size(pool_t *p, int64_t tokens, identity_t *who) noexcept nogil
 cdef result_t plan_open(pool_t *p, const uint32_t *tokens, int64_t n, identity_t *who,
-                        int64_t upto, uint8_t *scratch, match_t *m) noexcept nogil
-cdef void apply_open(pool_t *p, seq_t *s, match_t *m, int32_t *target) noexcept nogil
-cdef void count_open(pool_t *p, match_t *m, int64_t n, bint resumed) noexcept nogil
+                        int64_t upto, int64_t taken, uint8_t *scratch, match_t *m) noexcept nogil
+cdef result_t plan_many(pool_t *p, admit_t *all, int64_t n, bint fitting,
+                        int64_t *fit) noexcept nogil
+cdef int64_t want_slots(pool_t *p, admit_t *all, int64_t n) noexcept nogil
+cdef int64_t apply_many(pool_t *p, admit_t *all, int64_t n) noexcept nogil
+cdef void cancel_many(pool_t *p, admit_t *all, int64_t n) noexcept nogil
+cdef void finish_many(pool_t *p, admit_t *all, int64_t n) noexcept nogil

@@ -1,16 +1,18 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """Admission of a prompt: longest cached prefix, partial hits, and the blocks for the rest.
 
-plan_open() changes nothing; apply_open() cannot fail. One token of a prompt is always left to
+plan_open() changes nothing; what is applied cannot fail. One token of a prompt is always left to
 compute. A hit never needs more blocks than a miss: each shared block is one block fewer to take
 and at most one free block fewer to take it from; only the source of a partial copy can be one too
 many, and then the copy is given up.
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from pagedcache.bookkeeping.blocks cimport take, touch_block
+from pagedcache.bookkeeping.blocks cimport pin_block, take, touch_block
+from pagedcache.bookkeeping.opening cimport open_block, promise, slots_for
 from pagedcache.bookkeeping.prefix_index cimport index_find, index_find_partial, serial_of
-from pagedcache.bookkeeping.sequences cimport extra_bytes, extra_size
+from pagedcache.bookkeeping.releasing cimport release_tail
+from pagedcache.bookkeeping.sequences cimport extra_bytes, extra_size, seq_link
 from pagedcache.bookkeeping.types cimport *
 
 
@@ -45,8 +47,10 @@ cdef void find_full(pool_t *p, const uint32_t *tokens, int64_t n, identity_t *wh
 
 
 cdef result_t plan_open(pool_t *p, const uint32_t *tokens, int64_t n, identity_t *who,
-                        int64_t upto, uint8_t *scratch, match_t *m) noexcept nogil:
-    """What opening tokens[n] with blocks for the first ``upto`` tokens takes.
+                        int64_t upto, int64_t taken, uint8_t *scratch,
+                        match_t *m) noexcept nogil:
+    """What opening tokens[n] with blocks for the first ``upto`` tokens takes, where ``taken`` of
+    the free blocks are meant for others.
 
     E_BLOCKS only when the same prompt would not fit cold either; ``m`` is filled in any case.
     """
@@ -78,7 +82,7 @@ cdef result_t plan_open(pool_t *p, const uint32_t *tokens, int64_t n, identity_t
         m.source = NONE
     m.total = max(blocks_for(upto, B), m.num_hits + (m.source != NONE))
     m.fresh = m.total - m.num_hits
-    m.available = num_free(p) - m.idle_hits
+    m.available = num_free(p) - taken - m.idle_hits
     if m.source != NONE and m.fresh > m.available - (not in_use(p, m.source)):
         m.source = NONE
         m.rows = 0
@@ -92,22 +96,123 @@ cdef result_t plan_open(pool_t *p, const uint32_t *tokens, int64_t n, identity_t
     return answer(OK)
 
 
-cdef void apply_open(pool_t *p, seq_t *s, match_t *m, int32_t *target) noexcept nogil:
-    """Fill the table (room is reserved): hits are held, the rest is taken. The copy of the
-    source's head into ``target`` is left to the caller, which has pinned the source."""
+# ---------------------------------------------------------------- many prompts at once
+cdef void count_holders(pool_t *p, match_t *m, int32_t by) noexcept nogil:
+    """Let the next plan see what this one is going to hold, without moving it in any list."""
     cdef int64_t i
     for i in range(m.num_hits):
-        touch_block(p, m.hits[i])
-        s.table[i] = m.hits[i]
-    for i in range(m.num_hits, m.total):
-        s.table[i] = take(p)
-    s.num_blocks = m.total
-    s.computed = m.cached_tokens
-    s.vouched = m.cached_tokens
-    s.num_cached = m.cached_tokens
-    s.indexed = m.num_hits
-    s.unsealed = m.num_hits
-    target[0] = s.table[m.num_hits] if m.source != NONE else NONE
+        p.refs[m.hits[i]] += by
+    if m.source != NONE:
+        p.refs[m.source] += by
+
+
+cdef result_t plan_many(pool_t *p, admit_t *all, int64_t n, bint fitting,
+                        int64_t *fit) noexcept nogil:
+    """Plan all prompts as if opened one after the other; ``fit`` gets how many have a plan.
+
+    ``fitting``: the first one that finds too few blocks ends the list, unless it is the very first.
+    Otherwise E_BLOCKS names the blocks for all up to that one.
+    """
+    cdef int64_t i, taken = 0, fresh = 0
+    cdef result_t r = answer(OK)
+    cdef match_t *m
+    fit[0] = 0
+    for i in range(n):
+        m = &all[i].m
+        r = plan_open(p, all[i].s.tokens, all[i].n, all[i].s.identity, all[i].upto, taken,
+                      all[i].scratch, m)
+        if r.code != OK:
+            break
+        taken += m.fresh + m.idle_hits + (m.source != NONE and not in_use(p, m.source))
+        fresh += m.fresh
+        count_holders(p, m, 1)
+        fit[0] += 1
+    for i in range(fit[0]):
+        count_holders(p, &all[i].m, -1)
+    if r.code == E_BLOCKS and fitting and fit[0] > 0:
+        return answer(OK)
+    if r.code == E_BLOCKS and r.a <= r.c:     # else it fits never, whatever the others take
+        r.a += fresh
+        r.b += fresh
+    return r
+
+
+cdef int64_t want_slots(pool_t *p, admit_t *all, int64_t n) noexcept nogil:
+    """Open slots to promise to the first n."""
+    cdef int64_t i, total = 0
+    for i in range(n):
+        all[i].slots = slots_for(p, all[i].m.cached_tokens,
+                                 max(all[i].s.opened, max(all[i].n, all[i].upto)))
+        total += all[i].slots
+    return total
+
+
+cdef int64_t apply_many(pool_t *p, admit_t *all, int64_t n) noexcept nogil:
+    """Fill the tables (room is reserved): what is hit is held first, then the rest is taken -> the
+    copies of sources' heads into targets, left to the caller. Their sources stay pinned."""
+    cdef int64_t i, j, copies = 0
+    cdef match_t *m
+    cdef seq_t *s
+    for i in range(n):
+        m = &all[i].m
+        if m.source != NONE:
+            pin_block(p, m.source)
+        for j in range(m.num_hits):
+            touch_block(p, m.hits[j])
+            all[i].s.table[j] = m.hits[j]
+    for i in range(n):
+        m = &all[i].m
+        s = all[i].s
+        for j in range(m.num_hits, m.total):
+            s.table[j] = take(p)
+        s.num_blocks = m.total
+        s.computed = m.cached_tokens
+        s.vouched = m.cached_tokens
+        s.num_cached = m.cached_tokens
+        s.indexed = m.num_hits
+        s.unsealed = m.num_hits
+        promise(p, s, all[i].slots)
+        all[i].target = NONE
+        if m.source != NONE:
+            copies += 1
+            all[i].target = s.table[m.num_hits]
+            if p.num_open > 0:
+                open_block(p, all[i].target)
+                promise(p, s, all[i].slots - 1)
+    return copies
+
+
+cdef void cancel_many(pool_t *p, admit_t *all, int64_t n) noexcept nogil:
+    """The bytes of a copy could not be had: give everything back, the last prompt's first."""
+    cdef int64_t i = n
+    cdef seq_t *s
+    while i > 0:
+        i -= 1
+        s = all[i].s
+        release_tail(p, s.table, 0, s.num_blocks)
+        s.num_blocks = 0
+        s.computed = 0
+        s.vouched = 0
+        s.num_cached = 0
+        s.indexed = 0
+        s.unsealed = 0
+        promise(p, s, 0)
+
+
+cdef void finish_many(pool_t *p, admit_t *all, int64_t n) noexcept nogil:
+    """The prompts are in: their tokens are known, and they are counted."""
+    cdef int64_t i
+    cdef seq_t *s
+    for i in range(n):
+        s = all[i].s
+        s.known = all[i].n
+        s.history = all[i].n
+        s.opened = max(s.opened, max(all[i].n, all[i].upto))
+        p.count.partial_copies += all[i].target != NONE
+        count_open(p, &all[i].m, all[i].n, all[i].resumed)
+        if s.serial == 0:
+            seq_link(p, s)
+    p.epoch += n > 0
 
 
 cdef void count_open(pool_t *p, match_t *m, int64_t n, bint resumed) noexcept nogil:

@@ -17,6 +17,9 @@ class LedgerOpen(LedgerBase):
         resumed: bool = False,
         room: int = 0,
     ) -> SeqState: ...
+    def open_many(
+        self, prompts: list[tuple[_Tokens, bytes, _ExtraKeys, int, bool]], fitting: bool = False
+    ) -> list[SeqState]: ...
     def allocate_tokens(
         self, seq: SeqState, tokens: _Tokens, allocate_upto: int = -1, resumed: bool = False
     ) -> None: ...
