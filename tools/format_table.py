@@ -7,7 +7,6 @@ markers, ``--check`` exits with 1 when the README says something else.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -15,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 import pagedcache as pc
+from pagedcache.cli.marked import between, put_between
 
 README = Path(__file__).resolve().parent.parent / "README.md"
-MARKED = re.compile(r"(?<=<!-- formats -->\n)[\s\S]*?(?=<!-- /formats -->)")
 
 
 def relative_rmse(given: np.ndarray, got: np.ndarray) -> float:
@@ -70,15 +69,14 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put it into README.md")
     parser.add_argument("--check", action="store_true", help="compare it with README.md")
     options = parser.parse_args()
-    text, computed = README.read_text(encoding="utf-8"), table()
-    found = MARKED.search(text)
+    found, computed = between(README, "formats"), table()
     if found is None:
         print("README.md has no <!-- formats --> markers", file=sys.stderr)
         return 1
     if options.write:
-        README.write_text(MARKED.sub(lambda _: computed, text), encoding="utf-8")
+        put_between(README, "formats", computed)
     print(computed, end="")
-    if options.check and found[0] != computed:
+    if options.check and found != computed:
         print("README.md has another table; run this with --write", file=sys.stderr)
         return 1
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-MARKED = re.compile(r"(?<=<!-- perplexity -->\n)[\s\S]*?(?=<!-- /perplexity -->)")
+from pagedcache.cli.marked import put_between
 
 Array = np.ndarray[Any, Any]
 
@@ -76,7 +75,7 @@ WRITERS: dict[str, Callable[[Sequence[Row]], str]] = {
 
 def put_into(path: Path, table: str) -> None:
     """Replace what stands between the markers. Raises ``SystemExit`` for a file without them."""
-    text = path.read_text(encoding="utf-8")
-    if MARKED.search(text) is None:
-        raise SystemExit(f"{path} has no <!-- perplexity --> … <!-- /perplexity --> markers")
-    path.write_text(MARKED.sub(lambda _: table, text), encoding="utf-8")
+    try:
+        put_between(path, "perplexity", table)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
