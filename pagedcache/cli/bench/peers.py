@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 from ..output import note
+from . import ggml_peer
 
 
 @cache
@@ -28,6 +30,23 @@ def torch() -> Any:
     if module is not None:
         module.set_num_threads(1)
     return module
+
+
+def use_threads(count: int) -> None:
+    """Let torch, and vLLM through it, use ``count`` threads, where it is there already."""
+    module = sys.modules.get("torch")
+    if module is not None:
+        module.set_num_threads(count)
+
+
+@cache
+def ggml() -> ggml_peer.Ggml | None:
+    """ggml's own kernels, or ``None`` (with a note on stderr) where no package brings them."""
+    try:
+        return ggml_peer.find()
+    except ImportError as error:
+        note(f"peer ggml: not used ({error})")
+        return None
 
 
 @cache
