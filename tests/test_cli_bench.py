@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from cli_tools import run
 
+from pagedcache._native import bandwidth
 from pagedcache.checks import devices
 from pagedcache.cli.bench import peers
+from pagedcache.cli.bench.copies import STREAM, stream_timers
 from pagedcache.cli.bench.rows import measure
 from pagedcache.cli.bench.timing import medians, staged, timed
 
@@ -27,6 +29,7 @@ def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "torch", lambda: None)
     monkeypatch.setattr(peers, "vllm", lambda: None)
     monkeypatch.setattr(peers, "gguf_types", dict)
+    monkeypatch.setattr(peers, "ggml", lambda: None)
 
 
 def bench(capsys: Capture, *argv: str) -> list[dict[str, Any]]:
@@ -40,8 +43,20 @@ def bench(capsys: Capture, *argv: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_bytes_rows(capsys: Capture) -> None:
-    rows = bench(capsys, "convert", "quantize", "--sizes", "64KiB", "--format", "q8")
+def without_stream(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows but those against the non-temporal copy, which every machine but x86 lacks."""
+    return [row for row in rows if row["peer"] != STREAM]
+
+
+@pytest.fixture
+def no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that has no such copy: rows stand as if there were no limit but memcpy."""
+    monkeypatch.setattr(bandwidth, "STREAMS", False)
+
+
+def test_bytes_rows(capsys: Capture, no_stream: None) -> None:
+    rows = bench(capsys, "convert", "quantize", "--sizes", "64KiB", "--format", "q8",
+                 "--threads", "1")  # fmt: skip
     assert [row["variant"] for row in rows] == [
         "f32→float16", "float16→f32", "f32→bfloat16", "bfloat16→f32", "f32→q8", "q8→f32",
     ]
@@ -51,15 +66,87 @@ def test_bytes_rows(capsys: Capture) -> None:
     assert [row["peer"] for row in rows] == ["numpy"] * 4 + [None] * 2
 
 
-def test_store_and_gather_rows(capsys: Capture) -> None:
-    rows = bench(capsys, "store", "gather", "--format", "bfloat16", "--format", "q4")
+def test_store_and_gather_rows(capsys: Capture, no_stream: None) -> None:
+    rows = bench(capsys, "store", "gather", "--format", "bfloat16", "--format", "q4",
+                 "--threads", "1")  # fmt: skip
     store = [row for row in rows if row["op"] == "store"]
-    # 2 formats x 2 layouts x 3 source dtypes x prefill and decode
-    assert len(store) == 24
+    # 2 formats x 2 layouts x 3 source dtypes x prefill and decode, and the call by itself
+    assert len(store) == 25
     assert {row["peer"] for row in store if row["format"] == "bfloat16"} == {"numpy"}
     assert {row["peer"] for row in store if row["format"] == "q4"} == {None}
+    call = store[-1]
+    assert (call["variant"], call["size"]) == ("one token of 32 values: the call", 2 * 32 * 4)
     gather = [row["variant"] for row in rows if row["op"] == "gather"]
     assert len(gather) == 6 and "HND→bfloat16, 2048 tokens" in gather
+
+
+def test_the_copies_are_rows_of_their_own(capsys: Capture) -> None:
+    rows = bench(capsys, "copy", "--sizes", "64KiB,4KiB", "--threads", "2,1")
+    kinds = ["memcpy", "non-temporal copy", "read"]
+    kinds = [kind for kind in kinds if bandwidth.STREAMS or not kind.startswith("non")]
+    assert [(row["size"], row["variant"]) for row in rows] == [
+        (size, kind + more)
+        for size in (65536, 4096) for more in (", 2 threads", "") for kind in kinds
+    ]
+    assert all((row["pct_of_copy"] is None) == row["variant"].startswith("memcpy") for row in rows)
+
+
+def test_every_count_of_threads_has_rows_and_a_copy_on_as_many(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagedcache import get_num_threads
+
+    seen: set[tuple[int, int]] = set()
+
+    def spied(copy: Any) -> Any:
+        def copied(source: Any, target: Any, threads: int = 1) -> None:
+            seen.add((threads, get_num_threads()))
+            copy(source, target, threads)
+
+        return copied
+
+    monkeypatch.setattr(bandwidth, "copy", spied(bandwidth.copy))
+    monkeypatch.setattr(bandwidth, "stream", spied(bandwidth.stream))
+    before = get_num_threads()
+    rows = bench(capsys, "convert", "quantize", "store", "gather", "--sizes", "4KiB",
+                 "--threads", "1,3", "--format", "q8_0")  # fmt: skip
+    assert seen == {(1, 1), (3, 3)} and get_num_threads() == before
+    variants = {(row["op"], row["variant"]) for row in rows}
+    alone = {(op, variant) for op, variant in variants if not variant.endswith("threads")}
+    assert variants - alone == {
+        (op, f"{variant}, 3 threads") for op, variant in alone if not variant.startswith("one")
+    }
+    assert len(alone) == 4 + 2 + 12 + 1 + 2
+    # NumPy has one thread: nothing is claimed about it with three.
+    assert {row["peer"] for row in without_stream(rows) if "3 threads" in row["variant"]} == {None}
+
+
+def test_the_non_temporal_copy_moves_as_many_bytes(capsys: Capture) -> None:
+    if not bandwidth.STREAMS:
+        pytest.skip("no non-temporal stores here")
+    rows = bench(capsys, "convert", "quantize", "--sizes", "4KiB", "--format", "q8",
+                 "--threads", "1")  # fmt: skip
+    assert [row["peer"] for row in rows] == ["numpy", STREAM] * 4 + [STREAM] * 2
+    sizes: list[int] = []
+
+    def stream(source: Any, target: Any, threads: int) -> None:
+        sizes.append(2 * source.nbytes)
+
+    (timer,) = stream_timers(4096 // 2 * 3).values()
+    timer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bandwidth, "stream", stream)
+        (timer,) = stream_timers(4096 // 2 * 3).values()
+        timer()
+    assert set(sizes) == {6144}  # 4 KiB of float32 read, 2 KiB written
+
+
+def test_import_rows(capsys: Capture) -> None:
+    rows = bench(capsys, "import")
+    assert [(row["variant"], row["peer"]) for row in rows] == [
+        ("import pagedcache", None), ("first use of a cache", "numpy"),
+    ]
+    assert all(1e5 < row["ns_per_item"] < 1e11 for row in rows)
 
 
 def test_attend_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +156,7 @@ def test_attend_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend, "CONTEXT", 256)
     monkeypatch.setattr(attend, "CHUNK", 16)
     monkeypatch.setattr(attend, "LAYERS_NBYTES", 1)
-    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)  # so that 1,2 are the default
     threads = get_num_threads()
     rows = bench(capsys, "attend", "--format", "bfloat16", "--format", "q4k")
     assert [(row["format"], row["variant"]) for row in rows] == [
@@ -82,7 +169,9 @@ def test_attend_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
         decoding = row["variant"].startswith("decode")
         assert row["size"] == 256 * 8 * 128 * 2 * pc_bytes(row["format"])
         assert (row["pct_of_copy"] is not None) == decoding
-        assert row["peer"] is None
+        # What a format gains over 16 bits is measured beside them.
+        wanted = "ours, bfloat16" if decoding and row["format"] == "q4k" else None
+        assert row["peer"] == wanted
     assert get_num_threads() == threads
 
 
@@ -95,15 +184,17 @@ def test_pool_and_prefix_rows(capsys: Capture) -> None:
     rows = bench(capsys, "pool", "prefix")
     variants = [row["variant"] for row in rows]
     for wanted in ("allocate one", "free 2048", "allocate 2048, all cached", "open, full hit",
-                   "open, full hit, list", "open cold + commit", "decode step"):
+                   "allocate + free one", "allocate + free 2048", "open, full hit, list",
+                   "open cold + commit", "decode step"):
         assert wanted in variants
-    growth = [row["size"] for row in rows if row["variant"] == "allocate + free 512"]
-    assert growth == [10**3, 10**5, 10**7]
+    growth = [(row["size"], row["peer"]) for row in rows if row["variant"] == "allocate + free 512"]
+    least = "ours, 1000 blocks"
+    assert growth == [(10**3, None), (10**5, least), (10**7, least)]
     assert all(row["gbps_moved"] is None for row in rows)
 
 
-def test_csv_and_md(capsys: Capture) -> None:
-    argv = ["bench", "convert", "--sizes", "4KiB"]
+def test_csv_and_md(capsys: Capture, no_stream: None) -> None:
+    argv = ["bench", "convert", "--sizes", "4KiB", "--threads", "1"]
     done = run(capsys, *argv, "-o", "csv")
     table = list(csv.DictReader(io.StringIO(done.out)))
     assert list(table[0]) == COLUMNS and len(table) == 4
@@ -120,7 +211,8 @@ def test_csv_and_md(capsys: Capture) -> None:
      ["--sizes", "9223372036854775807"], ["quantize", "--format", "float32"],
      ["store", "quantize", "--format", "float16", "--format", "bfloat16"],
      ["--device", "gpu"], ["--device", "cuda:x"], ["pool", "--device", "cuda"], ["tables"],
-     ["store", "--device", "cuda", "--tokens", "0"]],
+     ["store", "--device", "cuda", "--tokens", "0"], ["--threads", "0"], ["--threads", "1,x"],
+     ["--threads", ""], ["--threads", "1025"]],
 )
 def test_usage(capsys: Capture, argv: list[str]) -> None:
     done = run(capsys, "bench", *argv)

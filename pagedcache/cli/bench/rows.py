@@ -20,6 +20,7 @@ class Options:
     formats: tuple[str, ...]
     device: str = "cpu"
     tokens: int = 0
+    threads: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Row:
     peer: str | None
     peer_ratio: float | None
     runs: int
+
+
+def label(variant: str, threads: int) -> str:
+    """The variant with the number of threads, which is 1 unless it says so."""
+    return variant if threads == 1 else f"{variant}, {threads} threads"
 
 
 def measure(

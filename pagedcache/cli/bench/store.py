@@ -12,11 +12,14 @@ import pagedcache
 
 from ..output import note
 from . import peers
-from .rows import Options, Row, measure
+from .copies import copy_of, stream_timers
+from .counts import each_count
+from .rows import Options, Row, label, measure
 from .timing import Timer, timed
 
 HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 PREFILL, BATCH = 2048, 256
+CALL = "one token of 32 values: the call"
 SOURCES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
@@ -66,12 +69,14 @@ def make_rows(count: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """Every source dtype into every format and layout; peers: a NumPy scatter, vLLM's CPU op."""
+    """Every source dtype into every format and layout, and what a call costs by itself; peers: a
+    NumPy scatter, vLLM's CPU op."""
     for name in options.formats:
         for layout in ("HND", "NHD"):
             for source in SOURCES:
                 for what, num_seqs, each in (("prefill", 1, PREFILL), ("decode", BATCH, 1)):
                     yield from _one(options, name, layout, source, what, num_seqs, each)
+    yield from _call(options)
 
 
 def _one(
@@ -88,19 +93,39 @@ def _one(
         error = np.abs(got - k[:each].astype(np.float32)).max()
         if not error < 0.8:  # one step of a 4-bit format for values up to 5
             raise AssertionError(f"store of {name} reads back wrong by {error}: not timed")
-        stored = stored_nbytes(cache, count)
         given = k.nbytes + v.nbytes
-        plain, target = np.ones(given, np.uint8), np.empty(given, np.uint8)
-        timers: dict[str, Timer] = {
-            "ours": timed(lambda: cache.store(0, k, v, slots)),
-            "copy": timed(lambda: np.copyto(target, plain)),
-        }
-        if not cache.spec.k_format.is_quantized:
-            timers["numpy"] = _numpy(cache, layout, k, v, np.asarray(slots))
-        timers |= _vllm(name, layout, k, v, np.asarray(slots), cache.num_blocks)
+        moved = given + stored_nbytes(cache, count)
         variant = f"{source.name}, {layout}, {what} {count}"
+        for threads in each_count(options.threads):
+            timers: dict[str, Timer] = {
+                "ours": timed(lambda: cache.store(0, k, v, slots)),
+                "copy": copy_of(given, threads),
+            }
+            if threads == 1 and not cache.spec.k_format.is_quantized:
+                timers["numpy"] = _numpy(cache, layout, k, v, np.asarray(slots))
+            timers |= _vllm(name, layout, k, v, np.asarray(slots), cache.num_blocks)
+            if what == "prefill":
+                timers |= stream_timers(moved, threads)
+            yield from measure(
+                "store", label(variant, threads), name, given, count, timers, options.runs, moved
+            )
+
+
+def _call(options: Options) -> Iterator[Row]:
+    """One token of one head of 32 channels: next to nothing but the call itself."""
+    spec = pagedcache.CacheSpec(
+        num_layers=1, num_kv_heads=1, head_dim=32, block_size=BLOCK_SIZE, kv_format="float32"
+    )
+    with pagedcache.PagedKVCache(spec, 4) as cache, cache.open() as seq:
+        slots = seq.prepare(1)
+        k, v = np.random.default_rng(2).standard_normal((2, 1, 1, 32), np.float32)
+        cache.store(0, k, v, slots)
+        seq.commit(1)
+        if not np.array_equal(seq.gather(0, 0, 1)[0], k):
+            raise AssertionError("store of one token reads back wrong: not timed")
+        timers = {"ours": timed(lambda: cache.store(0, k, v, slots))}
         yield from measure(
-            "store", variant, name, given, count, timers, options.runs, given + stored
+            "store", CALL, "float32", k.nbytes + v.nbytes, 1, timers, options.runs
         )
 
 
