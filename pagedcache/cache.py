@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pagedcache.admission import BatchAdmission
 from pagedcache.arguments import as_count, as_flag
 from pagedcache.arrays import as_tokens
 from pagedcache.attention import Attention
@@ -41,7 +42,7 @@ _NO_KEYS: Any = ()  # the default of extra_keys
 
 
 class PagedKVCache(
-    NoCopy, IdStyle, BatchPaths, Attention, BatchPointers, Upkeep, Ordering
+    NoCopy, IdStyle, BatchAdmission, BatchPaths, Attention, BatchPointers, Upkeep, Ordering
 ):
     """K and V of many sequences in fixed-size blocks of one pool, all taken at the start.
 

@@ -88,6 +88,17 @@ OPERATIONS: dict[str, Operation] = {
             allocate_upto=9,
         )
     ),
+    "open many": lambda w: w.keep.extend(
+        w.cache.open_many(
+            [[*PROMPT, 1, 2], range(300, 309), PROMPT, [*PROMPT[:6], 1, 2]],
+            [b"", b"salt", b"", b""],
+            extra_keys=[[], [(1, 3, b"one")], [], []],
+            request_ids=["a", "b", None, "c"],
+        )
+    ),
+    "open as many as fit": lambda w: w.keep.extend(
+        w.cache.open_many([[*PROMPT, 1, 2], range(300, 316), range(16)], as_many_as_fit=True)
+    ),
     "allocate_for_tokens": lambda w: _opened_late(w),
     "allocate_sequence": lambda w: w.cache.allocate_sequence(9),
     "extend": lambda w: w.cache.extend(w.seq.seq_id, 9),

@@ -52,6 +52,35 @@ SWEEP: dict[str, tuple[Call, list[Any]]] = {
     "open allocate_upto": (
         lambda w, x: w.cache.open([1, 2], allocate_upto=x), [*COUNTS[1:], 3]
     ),
+    "open_many prompts": (
+        lambda w, x: w.cache.open_many(x), [None, 5, Odd(), "ab", b"ab", {1: 2}, [5], [[1], "a"]]
+    ),
+    "open_many tokens": (lambda w, x: w.cache.open_many([[1], x]), TOKENS),
+    "open_many salt": (
+        lambda w, x: w.cache.open_many([[1], [2]], x), [*SALTS, [b"a", 5], ["a", "b", "c"]]
+    ),
+    "open_many adapter": (
+        lambda w, x: w.cache.open_many([[1], [2]], adapter=x), [*SALTS, [b"a", 5], (None,)]
+    ),
+    "open_many extra_keys": (
+        lambda w, x: w.cache.open_many([[1], [2]], extra_keys=x),
+        [5, "ab", [], [[]], [(1, 2, b"")], *([[], each] for each in EXTRA if each is not None)],
+    ),
+    "open_many request_ids": (
+        lambda w, x: w.cache.open_many([[1], [2]], request_ids=x),
+        [5, "ab", ["a"], ["a", "a"], ["a", "live"], ["a", []], {}],
+    ),
+    "open_many resumed": (
+        lambda w, x: w.cache.open_many([[1], [2]], resumed=x), [[], [True], np.array([1, 2])]
+    ),
+    "open_many allocate_upto": (
+        lambda w, x: w.cache.open_many([[1, 2], [2]], allocate_upto=x),
+        [*COUNTS[1:], 3, [1], [1, 2], [None, -1]],
+    ),
+    "open_many as_many_as_fit": (
+        lambda w, x: w.cache.open_many([[1]], as_many_as_fit=x), [np.array([1, 2])]
+    ),
+    "open_many stream": (lambda w, x: w.cache.open_many([[1]], stream=x), STREAMS),
     "probe tokens": (lambda w, x: w.cache.probe(x), TOKENS),
     "probe salt": (lambda w, x: w.cache.probe([1], x), SALTS),
     "probe extra_keys": (lambda w, x: w.cache.probe([1], extra_keys=x), EXTRA),

@@ -32,8 +32,8 @@ LAYERS: list[tuple[str, set[str]]] = [
     (
         "façade",
         {
-            "", "attention", "batches", "cache", "door", "handles", "ids", "movers", "ordering",
-            "pointers", "reading", "sequence", "upkeep", "views",
+            "", "admission", "attention", "batches", "cache", "door", "handles", "ids", "movers",
+            "ordering", "pointers", "reading", "sequence", "upkeep", "views",
         },
     ),
     ("integrations", {"integrations"}),

@@ -17,20 +17,23 @@ BLOCK_SIZE = 16
 PROMPT = 32_768
 SEQUENCES = 256
 _NUM_BLOCKS = 3 * PROMPT // BLOCK_SIZE
+_QUEUE = 64  # prompts that wait
+_SYSTEM = 512  # tokens that they have in common, and as many of their own
 _CONTEXT = 1000  # tokens of each sequence before it decodes
 
 
-def _cache() -> pagedcache.PagedKVCache:
+def _cache(num_blocks: int = _NUM_BLOCKS) -> pagedcache.PagedKVCache:
     spec = pagedcache.CacheSpec(
         num_layers=1, num_kv_heads=1, head_dim=64, block_size=BLOCK_SIZE
     )
-    return pagedcache.PagedKVCache(spec, _NUM_BLOCKS, storage=None, partial_block_reuse=0)
+    return pagedcache.PagedKVCache(spec, num_blocks, storage=None, partial_block_reuse=0)
 
 
 def rows(options: Options) -> Iterator[Row]:
     """One long prompt, hit and cold, then decode steps; peer: vLLM's cache manager."""
     yield from _hit(options)
     yield from _cold(options)
+    yield from _queue(options)
     yield from _decode(options)
 
 
@@ -141,6 +144,54 @@ def _cold(options: Options) -> Iterator[Row]:
         ("free after commit", frees),
     ):
         yield from measure("prefix", variant, None, PROMPT, 1, timers, options.runs)
+    cache.close()
+
+
+def _queue(options: Options) -> Iterator[Row]:
+    """Open a queue of prompts that begin alike: in one call, and one by one."""
+    rng = np.random.default_rng(3)
+    system = rng.integers(0, 2**31, _SYSTEM, dtype=np.uint32)
+    prompts = np.empty((_QUEUE, 2 * _SYSTEM), np.uint32)
+    prompts[:, :_SYSTEM] = system
+    num_blocks = 2 * prompts.size // BLOCK_SIZE
+    cache, held, listed = _cache(num_blocks), list[Any](), list[list[int]]()
+    with cache.open(system) as seq:
+        seq.commit(_SYSTEM)
+
+    def fresh() -> None:
+        prompts[:, _SYSTEM:] = rng.integers(0, 2**31, (_QUEUE, _SYSTEM), dtype=np.uint32)
+        listed[:] = prompts.tolist()
+
+    def each() -> None:
+        held.extend([cache.open(prompt) for prompt in prompts])
+
+    def close() -> None:
+        if {seq.num_cached_tokens for seq in held} != {_SYSTEM}:
+            raise AssertionError("the prompts do not hit their common head")
+        for seq in held:
+            seq.free()
+        held.clear()
+
+    many: dict[str, Timer] = {
+        "ours": staged(fresh, lambda: held.extend(cache.open_many(prompts)), close, 5)
+    }
+    single: dict[str, Timer] = {"ours": staged(fresh, each, close, 5)}
+    vllm = peers.vllm()
+    if vllm is not None:
+        manager, theirs = vllm.Manager(num_blocks, BLOCK_SIZE), list[Any]()
+        manager.free(manager.open(system.tolist()))
+
+        def peer() -> None:
+            theirs.extend([manager.open(tokens) for tokens in listed])
+
+        def close_peer() -> None:
+            for request in theirs:
+                manager.free(request)
+            theirs.clear()
+
+        many["vllm"] = single["vllm"] = staged(fresh, peer, close_peer, 5)
+    for variant, timers in (("open_many", many), ("open, one by one", single)):
+        yield from measure("prefix", variant, None, _QUEUE, _QUEUE, timers, options.runs)
     cache.close()
 
 
