@@ -70,7 +70,7 @@ def check_sdist(path: Path) -> list[str]:
     needed = {"setup.py", "pyproject.toml", "LICENSE", "README.md", "ARCHITECTURE.md", "PKG-INFO"}
     needed |= DATA | python_files() | {f"{name}.pyx" for name in cython_modules()}
     for folder, kinds in (("pagedcache", ["*.pxd"]), ("include", ["*.h"]),
-                          ("cuda", ["*.cu", "*.h"]), ("tools", ["*.py", "*.sh"]),
+                          ("cuda", ["*.cu", "*.h"]), ("tools", ["*.py", "*.sh", "*.md"]),
                           ("examples", ["*.py"]),
                           ("tests", ["*.*"])):  # fmt: skip
         for kind in kinds:
