@@ -15,6 +15,7 @@ from pagedcache.sequence import Sequence, listed, states_of
 from pagedcache.storage.attention import AttentionBatch, AttentionOptions
 
 if TYPE_CHECKING:
+    from pagedcache.door import Door
     from pagedcache.spec import CacheSpec
 
 Array = np.ndarray[Any, Any]
@@ -29,6 +30,7 @@ class Attention:
     spec: CacheSpec
     _ledger: Any
     _storage: Any
+    _door: Door | None
     _queue: Any
     _only_ours: Any
 
@@ -90,6 +92,14 @@ class Attention:
         ``InvalidPositionError`` (a length past what is there, more queries than keys),
         ``FreedHandleError`` or ``StorageMemoryError``.
         """
+        door = self._door
+        if door is not None and starts is None and sinks is None:
+            if return_lse is False and stream is None:
+                result = door.attend(
+                    self, layer, q, seqs, q_lens, lengths, out, scale, causal, window, soft_cap
+                )
+                if result is not None:
+                    return result
         storage = self._storage
         storage.nbytes  # noqa: B018 - a cache without bytes refuses here, before anything else
         queue = self._queue(stream)

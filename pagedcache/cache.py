@@ -17,7 +17,7 @@ from typing import Any
 
 from pagedcache.admission import BatchAdmission
 from pagedcache.arguments import as_count, as_flag
-from pagedcache.arrays import as_tokens
+from pagedcache.arrays import as_tokens, row_format
 from pagedcache.attention import Attention
 from pagedcache.batches import BatchPaths
 from pagedcache.bookkeeping import Ledger
@@ -31,6 +31,7 @@ from pagedcache.movers import Movers
 from pagedcache.ordering import Ordering
 from pagedcache.placement import check_open_blocks, resolve_num_blocks, resolve_placement
 from pagedcache.pointers import BatchPointers
+from pagedcache.reading import stored_dtype
 from pagedcache.sequence import Sequence
 from pagedcache.sizes import format_size
 from pagedcache.spec import CacheSpec
@@ -138,7 +139,7 @@ class PagedKVCache(
         )
         self._storage = NO_STORAGE if bytes_kept is None else bytes_kept
         if isinstance(bytes_kept, CpuStorage):
-            self._door = Door(self._ledger, bytes_kept)
+            self._door = Door(self._ledger, bytes_kept, row_format(stored_dtype(spec)).code)
 
     def _make_storage(self, storage: Any, num_open: int) -> Any:
         if storage is None:

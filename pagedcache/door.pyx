@@ -1,59 +1,45 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 # cython: cdivision=True
-"""The short way through ``PagedKVCache.store``, for calls in which everything is plain.
+"""The short way through ``store``, ``gather`` and ``attend``, for calls in which all is plain.
 
-A step of a small model stores a few hundred bytes a layer, and checks in Python would take longer
+A step of a small model moves a few hundred bytes a layer, and checks in Python would take longer
 than the bytes. The door looks at all arguments in one pass and answers one question: is every one
-of them of the kind that needs no conversion? Then the ledger pins and the native loops store, as
-on the long way. Anything else it declines before it changes anything, and the long way does, or
-refuses, what it is. So the door raises no errors of its own, and none is worded twice.
+of them of the kind that needs no conversion? Then the ledger pins and the native loops run, as on
+the long way. Anything else it declines before it changes anything, and the long way does, or
+refuses, what it is. So the door words no errors of its own.
 """
-from cpython.buffer cimport PyBUF_STRIDES, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport int64_t, uintptr_t
-from libc.stdlib cimport calloc, free
+from libc.float cimport FLT_MAX, FLT_MIN
+from libc.stdint cimport int64_t
+
+import math
 
 import numpy as np
 
 from pagedcache._native.rows import find_nonfinite
-from pagedcache.arrays import row_dtypes
 from pagedcache.bookkeeping import SlotMapping
-from pagedcache.errors import StorageMemoryError
-from pagedcache.formats import get_policy
+from pagedcache.formats import FORMATS, get_policy
+from pagedcache.plain cimport PlainArrays, overlap, plain_t
+from pagedcache.sequence import Sequence
 from pagedcache.storage.base import RAISE
+from pagedcache.storage.cpu import empty_rows
+from pagedcache.storage.cpu_attention import run
 
-cdef object ndarray = np.ndarray
+cdef extern from "Python.h":
+    bint PyLong_CheckExact(object x)
+    long long PyLong_AsLongLongAndOverflow(object x, int *overflow) except? -1
 
-cdef struct extent_t:                # the bytes that an array may touch: low <= address < high
-    uintptr_t low
-    uintptr_t high
-
-
-cdef extent_t extent(const Py_buffer *view) noexcept:
-    cdef extent_t found
-    cdef int64_t reach
-    cdef int i
-    found.low = found.high = <uintptr_t> view.buf
-    for i in range(view.ndim):
-        if view.shape[i] == 0:
-            found.high = found.low
-            return found
-        reach = view.strides[i] * (view.shape[i] - 1)
-        if reach < 0:
-            found.low += <uintptr_t> reach
-        else:
-            found.high += <uintptr_t> reach
-    found.high += <uintptr_t> view.itemsize
-    return found
+cdef object ndarray = np.ndarray, int64 = np.int64, empty = np.empty
+cdef list formats = list(FORMATS.values())
 
 
-cdef bint aligned(const Py_buffer *view) noexcept:
-    """Whether every value is at a multiple of its size, as NumPy's flag says it."""
-    cdef uintptr_t bits = <uintptr_t> view.buf
-    cdef int i
-    for i in range(view.ndim):
-        if view.shape[i] > 1:
-            bits |= <uintptr_t> view.strides[i]
-    return bits & <uintptr_t> (view.itemsize - 1) == 0
+cdef int64_t plain_int(object x, int64_t least, int64_t most) except? -9:
+    """An int in a range as it is; -9, which is in none, for all else."""
+    cdef int overflow = 0
+    cdef long long value
+    if not PyLong_CheckExact(x):
+        return -9
+    value = PyLong_AsLongLongAndOverflow(x, &overflow)
+    return value if overflow == 0 and least <= value <= most else -9
 
 
 cdef class Door:
@@ -61,120 +47,222 @@ cdef class Door:
 
     ``ledger``: pins. ``storage``: a ``CpuStorage``; the door keeps its slabs, not itself.
     """
-    cdef object pin_mapping, num_slots
-    cdef object first, second        # Slabs, in the order in which they are written
-    cdef bint first_is_k, looks_at_k, looks_at_v
-    cdef int policy
-    cdef int num_slabs
-    cdef int64_t num_layers, num_heads, head_dim
-    cdef extent_t *slabs             # of a layer, one after the other: what no row may lie in
+    cdef object pin_mapping, pin_range, pin_reads, read_ends
+    cdef object k, v                 # Slabs
+    cdef PlainArrays arrays
+    cdef bint k_first, looks_at_k, looks_at_v
+    cdef int policy, code            # the code: of what gather() makes by default
+    cdef int64_t most_layer, block_size
+    cdef double scale
 
-    def __init__(self, ledger, storage):
+    def __init__(self, ledger, storage, int code):
         spec = storage.spec
-        self.pin_mapping = ledger.pin_mapping
-        (kind, self.first), (_, self.second) = storage.native_slabs()
-        self.first_is_k = kind == "k"
+        self.pin_mapping, self.pin_range = ledger.pin_mapping, ledger.pin_range
+        self.pin_reads, self.read_ends = ledger.pin_reads, ledger.read_ends
+        slabs = storage.native_slabs()
+        self.k, self.v = slabs["k"], slabs["v"]
+        self.k_first = next(iter(slabs)) == "k"
+        self.arrays = PlainArrays(storage)
         self.policy = get_policy(spec.on_nonfinite)
         self.looks_at_k = self.policy == RAISE and spec.k_format.is_quantized
         self.looks_at_v = self.policy == RAISE and spec.v_format.is_quantized
-        self.num_layers = spec.num_layers
-        self.num_heads = spec.num_kv_heads
-        self.head_dim = spec.head_dim
-        self._bound([storage.arrays_of(layer) for layer in range(spec.num_layers)])
-
-    cdef int _bound(self, list layers) except -1:
-        cdef Py_buffer view
-        cdef int64_t i = 0
-        self.num_slabs = <int> len(layers[0])
-        free(self.slabs)
-        self.slabs = <extent_t *> calloc(<size_t> (self.num_layers * self.num_slabs),
-                                         sizeof(extent_t))
-        if self.slabs == NULL:
-            raise StorageMemoryError(self.num_layers * self.num_slabs * sizeof(extent_t),
-                                     "slab descriptors")
-        for arrays in layers:
-            for array in arrays:
-                PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
-                self.slabs[i] = extent(&view)
-                PyBuffer_Release(&view)
-                i += 1
-        return 0
-
-    def __dealloc__(self):
-        free(self.slabs)
-
-    cdef object _rows(self, object x, int64_t layer, int64_t num_tokens, dict codes, int *code):
-        """``x`` as ``[num_tokens, heads, head_dim]`` with the code of its dtype, or None."""
-        cdef Py_buffer view
-        cdef extent_t bytes_of
-        cdef int i
-        cdef bint plain
-        cdef int64_t values = self.num_heads * self.head_dim
-        if type(x) is not ndarray:
-            return None
-        fmt = codes.get(x.dtype)
-        if fmt is None:
-            return None
-        code[0] = fmt
-        PyObject_GetBuffer(x, &view, PyBUF_STRIDES)
-        if view.ndim == 3:
-            plain = view.shape[1] == self.num_heads and view.shape[2] == self.head_dim
-        else:
-            plain = view.ndim == 2 and view.shape[1] == values
-        plain = plain and view.shape[0] == num_tokens and aligned(&view)
-        if plain:
-            bytes_of = extent(&view)
-            for i in range(self.num_slabs):
-                if (bytes_of.low < self.slabs[layer * self.num_slabs + i].high
-                        and self.slabs[layer * self.num_slabs + i].low < bytes_of.high):
-                    plain = False
-        i = view.ndim
-        PyBuffer_Release(&view)
-        if not plain:
-            return None
-        return x if i == 3 else x.reshape(num_tokens, self.num_heads, self.head_dim)
+        self.code = code
+        self.most_layer = spec.num_layers - 1
+        self.block_size = spec.block_size
+        self.scale = 1 / math.sqrt(spec.head_dim)
 
     def store(self, layer, k, v, mapping):
         """``PagedKVCache.store`` of a plain call -> True; False if it is none, and nothing done.
 
         Raises what the ledger raises about the mapping.
         """
-        cdef int64_t at, num_tokens
-        cdef int k_code = 0, v_code = 0
-        if type(layer) is not int or type(mapping) is not SlotMapping:
+        cdef int64_t at = plain_int(layer, 0, self.most_layer), num_tokens
+        cdef plain_t of_k, of_v
+        if at < 0 or type(mapping) is not SlotMapping:
             return False
-        if not 0 <= layer < self.num_layers:
-            return False
-        at = layer
         num_tokens = len(mapping)
-        cdef dict codes = row_codes()
-        k = self._rows(k, at, num_tokens, codes, &k_code)
-        if k is None:
+        if not (self.arrays.look_at_rows(k, num_tokens, &of_k)
+                and self.arrays.look_at_rows(v, num_tokens, &of_v)
+                and self.arrays.apart(&of_k, at) and self.arrays.apart(&of_v, at)):
             return False
-        v = self._rows(v, at, num_tokens, codes, &v_code)
-        if v is None:
+        k = self.arrays.as_rows(k, &of_k, self.arrays.num_heads)
+        v = self.arrays.as_rows(v, &of_v, self.arrays.num_heads)
+        if self.looks_at_k and find_nonfinite(k, of_k.code) >= 0:
             return False
-        if self.looks_at_k and find_nonfinite(k, k_code) >= 0:
-            return False
-        if self.looks_at_v and find_nonfinite(v, v_code) >= 0:
+        if self.looks_at_v and find_nonfinite(v, of_v.code) >= 0:
             return False
         pin = self.pin_mapping(mapping)
         try:
             slots = pin.slots
-            if self.first_is_k:
-                return not (self.first.store(at, k, k_code, slots, self.policy)
-                            or self.second.store(at, v, v_code, slots, self.policy))
-            return not (self.first.store(at, v, v_code, slots, self.policy)
-                        or self.second.store(at, k, k_code, slots, self.policy))
+            # A status is a value that became NaN meanwhile: the long way looks again.
+            if self.k_first:
+                return not (self.k.store(at, k, of_k.code, slots, self.policy)
+                            or self.v.store(at, v, of_v.code, slots, self.policy))
+            return not (self.v.store(at, v, of_v.code, slots, self.policy)
+                        or self.k.store(at, k, of_k.code, slots, self.policy))
         finally:
             pin.release()
 
+    def gather(self, state, layer, start, stop, out):
+        """``Sequence.gather`` of a plain call -> (K, V); None if it is none.
 
-cdef dict _codes = {}
+        Raises what the ledger raises about the sequence.
+        """
+        cdef int64_t at = plain_int(layer, 0, self.most_layer)
+        cdef int64_t first = plain_int(start, 0, 2**48), last, n
+        cdef int code = self.code
+        cdef plain_t of_k, of_v
+        if at < 0 or first < 0:
+            return None
+        if stop is None:
+            last = state.written(at)
+        else:
+            last = plain_int(stop, 0, state.readable(at))
+        n = last - first
+        if n <= 0:
+            return None
+        if out is not None:
+            if (type(out) is not tuple and type(out) is not list) or len(out) != 2:
+                return None
+            k, v = out
+            if not (self.can_fill(k, n, &of_k) and self.can_fill(v, n, &of_v)
+                    and of_k.code == of_v.code and not overlap(&of_k.bytes, &of_v.bytes)):
+                return None
+            code = of_k.code
+        pin = self.pin_range(state, first, last, at)
+        try:
+            if out is None:
+                shape = (n, self.arrays.num_heads, self.arrays.head_dim)
+                k, v = empty_rows(shape, formats[code]), empty_rows(shape, formats[code])
+            places = pin.places
+            first %= self.block_size
+            self.k.load(at, places, first, k, code)
+            self.v.load(at, places, first, v, code)
+        finally:
+            pin.release()
+        return k, v
+
+    cdef bint can_fill(self, object x, int64_t num_tokens, plain_t *found) except -1:
+        return (self.arrays.look_at_rows(x, num_tokens, found) and found.ndim == 3
+                and found.dense and found.writable and self.arrays.apart(found, -1))
+
+    def attend(self, cache, layer, q, seqs, q_lens, lengths, out, scale, causal, window, soft_cap):
+        """``PagedKVCache.attend`` of a plain call -> its result; None if it is none.
+
+        Raises what the ledger raises about the sequences, and StorageMemoryError.
+        """
+        cdef int64_t at = plain_int(layer, 0, self.most_layer)
+        cdef int64_t heads, behind = 0, num_seqs
+        cdef plain_t of_q, of_out
+        cdef double factor = self.scale, cap = 0
+        if at < 0 or not self.arrays.look(q, &of_q):
+            return None
+        if of_q.ndim == 3:
+            heads = of_q.shape[1] if of_q.shape[2] == self.arrays.head_dim else 0
+        else:
+            heads = of_q.shape[1] // self.arrays.head_dim
+            if heads * self.arrays.head_dim != of_q.shape[1]:
+                return None
+        if heads < 1 or heads % self.arrays.num_heads != 0:
+            return None
+        if scale is not None:
+            if type(scale) is not float or not -FLT_MAX <= scale <= FLT_MAX:
+                return None
+            factor = scale
+        if soft_cap is not None:
+            if type(soft_cap) is not float or not FLT_MIN <= soft_cap <= FLT_MAX:
+                return None
+            cap = soft_cap
+        if window is not None:
+            behind = plain_int(window, 1, 2**48)
+            if behind < 0:
+                return None
+        if type(causal) is not bool:
+            return None
+        states = plain_states(cache, seqs)
+        if states is None:
+            return None
+        num_seqs = len(states)
+        if q_lens is not None:
+            counts = plain_numbers(q_lens, num_seqs, of_q.shape[0])
+        elif num_seqs == 1:
+            counts = numbers_like(of_q.shape[0], 1)
+        elif num_seqs == of_q.shape[0]:
+            counts = numbers_like(1, num_seqs)
+        else:
+            return None
+        if lengths is not None:
+            lengths = plain_numbers(lengths, num_seqs, -1)
+            if lengths is None:
+                return None
+        if counts is None:
+            return None
+        if out is None:
+            result = empty_rows(q.shape, formats[of_q.code])
+        else:
+            if not (self.arrays.look(out, &of_out) and of_out.code == of_q.code
+                    and of_out.dense and of_out.writable and out.shape == q.shape
+                    and not overlap(&of_out.bytes, &of_q.bytes)
+                    and self.arrays.apart(&of_out, -1)):
+                return None
+            result = out
+        lengths = self.read_ends(states, lengths, counts, at)
+        pin, indptr = self.pin_reads(states, lengths, at)
+        try:
+            run(self.k, self.v, at, self.arrays.as_rows(q, &of_q, heads),
+                self.arrays.as_rows(result, &of_q, heads), of_q.code, pin.places, indptr,
+                lengths, counts, numbers_like(0, num_seqs), factor, causal, behind, cap, None, None)
+        finally:
+            pin.release()
+        return result
 
 
-cdef dict row_codes():
-    """Codes of the dtypes that rows come in; made when first asked for (see row_dtypes())."""
-    if not _codes:
-        _codes.update({dtype: fmt.code for dtype, fmt in row_dtypes().items()})
-    return _codes
+cdef object numbers_like(int64_t number, int64_t n):
+    """int64 ``[n]``, all of them ``number``."""
+    cdef int64_t[::1] view
+    cdef int64_t i
+    out = empty(n, int64)
+    view = out
+    for i in range(n):
+        view[i] = number
+    return out
+
+
+cdef list plain_states(object cache, object seqs):
+    """The states of one sequence of this cache or of a list of them, or None."""
+    cdef list states = []
+    if type(seqs) is Sequence:
+        seqs = (seqs,)
+    elif type(seqs) is not list and type(seqs) is not tuple:
+        return None
+    for seq in seqs:
+        if type(seq) is not Sequence or getattr(seq, "_cache", None) is not cache:
+            return None
+        states.append(seq._state)
+    return states if states else None
+
+
+cdef object plain_numbers(object numbers, int64_t n, int64_t total):
+    """A list of n ints, or an int64 array of them, as an array of its own; None for all else.
+
+    None is below 0, and they add up to ``total``, where that is not -1.
+    """
+    cdef int64_t[::1] view
+    cdef int64_t i = 0, found = 0
+    if type(numbers) is ndarray:
+        if numbers.dtype != int64 or numbers.shape != (n,):
+            return None
+        numbers = numbers.tolist()
+    elif type(numbers) is not list or len(numbers) != n:
+        return None
+    out = empty(n, int64)
+    view = out
+    for number in numbers:
+        view[i] = plain_int(number, 0, 2**48)
+        if view[i] < 0:
+            return None
+        found += view[i]
+        i += 1
+        if i == n:
+            break                    # of a list that grew meanwhile
+    return out if i == n and (total == -1 or found == total) else None

@@ -186,13 +186,18 @@ class SequenceReading(NoCopy):
         cache's own memory), ``FormatError`` (also with ``storage=None``), ``DeviceError`` or
         ``StorageMemoryError``.
         """
+        door = self._cache._door
+        if door is not None and dtype is None and stream is None:
+            rows = door.gather(self._state, layer, start, stop, out)
+            if rows is not None:
+                return rows
         queue = self._cache._queue(stream)
         storage, layer, start, stop, pin = self._pin(layer, start, stop)
         with pin:
             spec = self._cache.spec
             k_out, v_out = _check_out(out, storage, layer)
             if dtype is None:
-                dtype = k_out.dtype if k_out is not None else _stored_dtype(spec)
+                dtype = k_out.dtype if k_out is not None else stored_dtype(spec)
             rows = storage.gather(
                 layer, pin.places, start, stop, dtype, k_out, v_out, queue
             )
@@ -329,7 +334,8 @@ class AppendedViews(NoCopy, SequenceABC[BlockView]):
         return f"<AppendedViews of {len(self)} blocks: tokens 0…{self._stop - 1}>"
 
 
-def _stored_dtype(spec: CacheSpec) -> np.dtype[Any]:
+def stored_dtype(spec: CacheSpec) -> np.dtype[Any]:
+    """What ``gather`` returns by default."""
     same = spec.k_format == spec.v_format and not spec.k_format.is_quantized
     return spec.k_format.dtype if same else np.dtype(np.float32)
 

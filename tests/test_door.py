@@ -1,4 +1,5 @@
-"""The short way through ``cache.store``: taken where everything is plain, and only there.
+"""The short way through ``store``, ``gather`` and ``attend``: taken where everything is plain, and
+only there.
 
 Whoever asks the door itself learns whether it was taken; values and errors are compared with what
 the call must do in either case, so a door that is too narrow shows here and one that is too wide
@@ -290,6 +291,41 @@ def test_mappings_that_must_not_be_written_any_more() -> None:
         assert cache._door.store(0, k, v, forked.prepare(1)) is True
 
 
+class BrokenStorage:
+    """A CpuStorage of which K's or V's slabs fail when bytes should move."""
+
+    def __init__(self, storage: Any, kind: str) -> None:
+        self.spec, self.arrays_of = storage.spec, storage.arrays_of
+        self.native_slabs = lambda: {**storage.native_slabs(), kind: self}
+
+    def store(self, *_: Any) -> int:
+        raise Broken
+
+    load = store
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["k", "v"])
+def test_what_fails_half_way_holds_no_block(kind: str) -> None:
+    # SPEC F24: the error comes through, the written end stays, the pin is gone
+    with cache_of(fmt="float32") as cache, cache.open() as seq:
+        fill(cache, seq, [1, 2])
+        mapping = seq.prepare(1)
+        door = type(cache._door)(cache._ledger, BrokenStorage(cache._storage, kind), 0)
+        before = snapshot(cache, seq)
+        with pytest.raises(Broken):
+            door.store(0, *rows([3]), mapping)
+        with pytest.raises(Broken):
+            door.gather(seq._state, 0, 0, 2, None)
+        assert snapshot(cache, seq) == before
+        assert cache.stats().pinned == 0
+        assert cache._door.store(0, *rows([3]), mapping) is True
+        cache.check()
+
+
 def test_closed_caches_and_those_without_bytes() -> None:
     # SPEC 7
     k = np.ones((1, 2, 8), np.float32)
@@ -339,3 +375,350 @@ def test_a_writer_beside_a_thread_that_frees() -> None:
         assert outcomes <= {"stored", "refused"}
         assert cache.stats().pinned == 0
         cache.check()
+
+
+# ---- gather -------------------------------------------------------------------------------------
+
+
+def long_way(cache: pc.PagedKVCache, call: Callable[[], Any]) -> Any:
+    """What a call gives or raises when there is no door."""
+    door, cache._door = cache._door, None
+    try:
+        return call()
+    finally:
+        cache._door = door
+
+
+@pytest.mark.parametrize("fmt", [*ROW_FORMATS, ("float16", "bfloat16")])
+def test_plain_gathers_take_it(fmt: Any) -> None:
+    # SPEC F30: whole, from the middle of a block on, across blocks, and into arrays of the caller's
+    with cache_of(fmt=fmt) as cache, cache.open() as seq:
+        for layer in range(2):
+            seq.append(layer, *rows(list(range(1, 12)), layer))
+        default = cache.spec.k_format.dtype if isinstance(fmt, str) else np.dtype(np.float32)
+        default = np.dtype(np.float32) if default == np.uint8 else default
+        for start, stop in ((0, None), (0, 11), (3, 11), (5, 6), (4, 8), (10, None)):
+            end = 11 if stop is None else stop
+            k, v = rows(list(range(1, 12)), 1)
+            got = cache._door.gather(seq._state, 1, start, stop, None)
+            assert got is not None
+            for x, want, kind in zip(got, (k, v), (cache.spec.k_format, cache.spec.v_format),
+                                     strict=True):
+                assert x.dtype == default and x.ctypes.data % 64 == 0
+                want = stored(want, kind)[start:end].astype(default)
+                np.testing.assert_array_equal(x, want)
+            for other in (seq.gather(1, start, stop),
+                          long_way(cache, lambda: seq.gather(1, start, stop))):  # noqa: B023
+                assert [type(x) for x in other] == [type(x) for x in got]
+                assert [x.tobytes() for x in other] == [x.tobytes() for x in got]
+            for dtype in (np.float32, np.float16, BF16):
+                out = np.empty((end - start, 2, 8), dtype), np.empty((end - start, 2, 8), dtype)
+                got = cache._door.gather(seq._state, 1, start, stop, list(out))
+                assert got is not None and got[0] is out[0] and got[1] is out[1]
+                for x, want, kind in zip(out, (k, v), (cache.spec.k_format, cache.spec.v_format),
+                                         strict=True):
+                    np.testing.assert_array_equal(x, stored(want, kind)[start:end].astype(dtype))
+        assert cache.stats().pinned == 0
+
+
+def outs(n: int = 3) -> tuple[Array, Array]:
+    return np.zeros((n, 2, 8), np.float32), np.zeros((n, 2, 8), np.float32)
+
+
+def overlapping() -> tuple[Array, Array]:
+    both = np.zeros((4, 2, 8), np.float32)
+    return both[:3], both[1:]
+
+
+Gather = tuple[Callable[[], tuple[Any, ...]], type[Exception] | None]
+NOT_GATHERED: dict[str, Gather] = {
+    "a layer that is no int": (lambda: (np.int32(1), 0, 3, None), None),
+    "a bool as layer": (lambda: (True, 0, 3, None), pc.InvalidArgumentError),
+    "no such layer": (lambda: (2, 0, 3, None), pc.InvalidArgumentError),
+    "nothing": (lambda: (1, 2, 2, None), None),
+    "a stop that is no int": (lambda: (1, 0, np.int64(3), None), None),
+    "a float": (lambda: (1, 0.0, 3, None), pc.InvalidArgumentError),
+    "past the end": (lambda: (1, 0, 4, None), pc.InvalidPositionError),
+    "far past the end": (lambda: (1, 0, 2**70, None), pc.InvalidPositionError),
+    "backwards": (lambda: (1, 3, 2, None), pc.InvalidPositionError),
+    "below 0": (lambda: (1, -1, 2, None), pc.InvalidPositionError),
+    "no pair": (lambda: (1, 0, 3, outs()[0]), pc.InvalidArgumentError),
+    "one array": (lambda: (1, 0, 3, outs()[:1]), pc.InvalidArgumentError),
+    "a subclass": (lambda: (1, 0, 3, (outs()[0].view(Rows), outs()[1])), None),
+    "strided": (lambda: (1, 0, 3, (spread(outs()[0]), outs()[1])), None),
+    "misaligned": (lambda: (1, 0, 3, (misaligned(outs()[0]), outs()[1])), pc.FormatError),
+    "read-only": (lambda: (1, 0, 3, (outs()[0], read_only(outs()[1]))), pc.FormatError),
+    "two dtypes": (lambda: (1, 0, 3, (outs()[0], outs()[1].astype("f2"))), pc.FormatError),
+    "byte-swapped": (lambda: (1, 0, 3, tuple(x.astype(">f4") for x in outs())), pc.FormatError),
+    "integers": (lambda: (1, 0, 3, tuple(x.astype("i4") for x in outs())), pc.FormatError),
+    "bools": (lambda: (1, 0, 3, tuple(x.astype(bool) for x in outs())), pc.FormatError),
+    "too long": (lambda: (1, 0, 3, outs(4)), pc.ShapeError),
+    "flat": (lambda: (1, 0, 3, tuple(x.reshape(3, 16) for x in outs())), pc.ShapeError),
+    "overlapping": (lambda: (1, 0, 3, overlapping()), pc.ShapeError),
+    "twice the same": (lambda: (1, 0, 3, outs()[:1] * 2), pc.ShapeError),
+    "elements that share bytes": (
+        lambda: (1, 0, 3, (np.broadcast_to(outs(1)[0], (3, 2, 8)), outs()[1])), pc.ShapeError
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_GATHERED)
+def test_gathers_that_are_not_plain(name: str) -> None:
+    # SPEC F30, 7
+    make, error = NOT_GATHERED[name]
+    with cache_of(fmt="float32") as cache, cache.open() as seq:
+        for layer in range(2):
+            seq.append(layer, *rows([1, 2, 3], layer))
+        layer, start, stop, out = make()
+        assert cache._door.gather(seq._state, layer, start, stop, out) is None
+        if error is not None:
+            with pytest.raises(error):
+                seq.gather(layer, start, stop, out=out)
+            for x in out if isinstance(out, tuple) else ():
+                assert not np.any(x)
+        else:
+            got = seq.gather(layer, start, stop, out=out)
+            for x, want in zip(got, rows([1, 2, 3], 1), strict=True):
+                np.testing.assert_array_equal(x, want[start:stop])
+        assert cache.stats().pinned == 0
+
+
+def test_gathers_into_the_slabs_are_refused() -> None:
+    # SPEC F30
+    with cache_of(fmt="float32", layout="NHD") as cache, cache.open() as seq:
+        seq.append(0, *rows([1, 2]))
+        slab = cache.slabs(1)[0][5, :2]
+        for out in ((slab, outs(2)[1]), (outs(2)[0], slab)):
+            assert cache._door.gather(seq._state, 0, 0, 2, out) is None
+            with pytest.raises(pc.ShapeError):
+                seq.gather(0, 0, 2, out=out)
+        assert not slab.any()
+
+
+def test_gathers_of_what_is_gone() -> None:
+    # SPEC 7
+    cache = cache_of()
+    seq, other = cache.open(), cache.open()
+    for each in (seq, other):
+        each.append(0, *rows([1]))
+    seq.free()
+    for call in (lambda: cache._door.gather(seq._state, 0, 0, None, None), lambda: seq.gather(0)):
+        with pytest.raises(pc.FreedHandleError):
+            call()
+    cache.close()
+    with pytest.raises(pc.FreedHandleError):
+        other.gather(0)
+
+
+# ---- attend -------------------------------------------------------------------------------------
+
+
+def attention(cache: pc.PagedKVCache, q: Any, seqs: Any, **options: Any) -> Any:
+    """What the door itself answers."""
+    names = ("q_lens", "lengths", "out", "scale", "causal", "window", "soft_cap")
+    given = {"causal": True, **options}
+    return cache._door.attend(cache, options.get("layer", 1), q, seqs,
+                              *(given.get(name) for name in names))
+
+
+def by_hand(q: Array, k: Array, v: Array, scale: float) -> Array:
+    """One query per head that sees all keys, two query heads per KV head; float64."""
+    k, v = np.repeat(k, 2, axis=1).astype(float), np.repeat(v, 2, axis=1).astype(float)
+    scores = scale * np.einsum("hd,khd->hk", q.astype(float), k)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    return np.einsum("hk,khd->hd", weights, v)
+
+
+@pytest.fixture
+def attended() -> Any:
+    with cache_of(fmt="float16") as cache:
+        rng = np.random.default_rng(5)
+        seqs = [cache.open() for _ in range(3)]
+        for i, seq in enumerate(seqs):
+            for layer in range(2):
+                k, v = rng.standard_normal((2, 3 * i + 2, 2, 8)).astype(np.float32)
+                seq.append(layer, k, v)
+        yield cache, seqs, rng.standard_normal((3, 4, 8)).astype(np.float32)
+
+
+ATTENDED: dict[str, dict[str, Any]] = {
+    "one query each": {},
+    "a list of lengths": {"lengths": [2, 4, 5]},
+    "an array of lengths": {"lengths": np.array([1, 5, 8])},
+    "queries by sequence": {"q_lens": [1, 2, 0]},
+    "an array of them": {"q_lens": np.array([0, 0, 3]), "lengths": [2, 5, 7]},
+    "options": {"scale": 0.5, "causal": False, "window": 3, "soft_cap": 2.5},
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
+@pytest.mark.parametrize("name", ATTENDED)
+def test_plain_calls_of_attend_take_it(attended: Any, name: str, dtype: Any) -> None:
+    # SPEC F41: to the bit what the long way gives, of the same type
+    cache, seqs, q = attended
+    q, options = q.astype(dtype), ATTENDED[name]
+    want = long_way(cache, lambda: cache.attend(1, q, seqs, **options))
+    out = np.empty_like(q)
+    flat = np.empty((3, 32), dtype)
+    strided = np.repeat(q, 2, axis=2)[..., ::2]
+    for got in (attention(cache, q, seqs, **options), attention(cache, strided, seqs, **options),
+                cache.attend(1, q, tuple(seqs), **options)):
+        assert type(got) is type(want) and got.dtype == want.dtype
+        assert got.tobytes() == want.tobytes() and got.shape == want.shape
+        assert got.ctypes.data % 64 == 0
+    assert attention(cache, q, seqs, out=out, **options) is out
+    assert out.tobytes() == want.tobytes()
+    assert attention(cache, q.reshape(3, 32), seqs, out=flat, **options) is flat
+    assert flat.tobytes() == want.tobytes()
+    assert cache.stats().pinned == 0
+
+
+def test_values_of_attend_through_it(attended: Any) -> None:
+    # SPEC F41
+    cache, seqs, q = attended
+    got = attention(cache, q, seqs, scale=0.25)
+    for i, seq in enumerate(seqs):
+        k, v = read(seq, 1)
+        np.testing.assert_allclose(got[i], by_hand(q[i], k, v, 0.25), rtol=1e-5, atol=1e-6)
+    k, v = read(seqs[2], 1)
+    got = attention(cache, q[:1], seqs[2])
+    np.testing.assert_allclose(got[0], by_hand(q[0], k, v, 8**-0.5), rtol=1e-5, atol=1e-6)
+    mixed = attention(cache, q, seqs[2])  # the last three positions of one sequence
+    np.testing.assert_allclose(mixed[2], by_hand(q[2], k, v, 8**-0.5), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        mixed[0], by_hand(q[0], k[:-2], v[:-2], 8**-0.5), rtol=1e-5, atol=1e-6
+    )
+
+
+class Seqs(list):
+    """A subclass, which may iterate in its own way."""
+
+
+Attend = Callable[[pc.PagedKVCache, list[pc.Sequence], Array], dict[str, Any]]
+NOT_ATTENDED: dict[str, tuple[Attend, type[Exception] | None]] = {
+    "a layer that is no int": (lambda c, s, q: {"layer": np.int8(1)}, None),
+    "a bool as layer": (lambda c, s, q: {"layer": True}, pc.InvalidArgumentError),
+    "no such layer": (lambda c, s, q: {"layer": 2}, pc.InvalidArgumentError),
+    "a subclass": (lambda c, s, q: {"q": q.view(Rows)}, None),
+    "misaligned": (lambda c, s, q: {"q": misaligned(q)}, None),
+    "byte-swapped": (lambda c, s, q: {"q": q.astype(">f4")}, pc.FormatError),
+    "float64": (lambda c, s, q: {"q": q.astype(float)}, pc.FormatError),
+    "integers": (lambda c, s, q: {"q": q.astype(int)}, pc.FormatError),
+    "a list": (lambda c, s, q: {"q": q.tolist()}, pc.FormatError),
+    "too few heads": (lambda c, s, q: {"q": q[:, :3]}, pc.ShapeError),
+    "no heads": (lambda c, s, q: {"q": q[:, :0]}, pc.ShapeError),
+    "other values": (lambda c, s, q: {"q": q[..., :7]}, pc.ShapeError),
+    "other flat values": (lambda c, s, q: {"q": q.reshape(3, 32)[:, :31]}, pc.ShapeError),
+    "four axes": (lambda c, s, q: {"q": q[None]}, pc.ShapeError),
+    "two queries for three": (lambda c, s, q: {"q": q[:2]}, pc.InvalidArgumentError),
+    "another cache's": (
+        lambda c, s, q: {"seqs": [*s[:2], cache_of().open()]}, pc.InvalidArgumentError
+    ),
+    "no sequence": (lambda c, s, q: {"seqs": [*s[:2], None]}, pc.InvalidArgumentError),
+    "one made by hand": (
+        lambda c, s, q: {"seqs": [*s[:2], pc.Sequence.__new__(pc.Sequence)]},
+        pc.InvalidArgumentError,
+    ),
+    "a generator": (lambda c, s, q: {"seqs": (x for x in s)}, None),
+    "a list of another type": (lambda c, s, q: {"seqs": Seqs(s)}, None),
+    "none at all": (lambda c, s, q: {"seqs": []}, pc.InvalidArgumentError),
+    "too few lengths": (lambda c, s, q: {"lengths": [2, 5]}, pc.InvalidArgumentError),
+    "floats": (lambda c, s, q: {"lengths": [2.0, 5, 8]}, pc.InvalidArgumentError),
+    "bools": (lambda c, s, q: {"lengths": [True, 5, 8]}, pc.InvalidArgumentError),
+    "an array of int32": (lambda c, s, q: {"lengths": np.array([2, 5, 8], "i4")}, None),
+    "an array of floats": (
+        lambda c, s, q: {"lengths": np.array([2.0, 5, 8])}, pc.InvalidArgumentError
+    ),
+    "a tuple": (lambda c, s, q: {"lengths": (2, 5, 8)}, None),
+    "below 0": (lambda c, s, q: {"lengths": [2, 5, -1]}, pc.InvalidPositionError),
+    "huge": (lambda c, s, q: {"lengths": [2, 5, 2**64]}, pc.InvalidPositionError),
+    "too many queries in all": (lambda c, s, q: {"q_lens": [1, 1, 2]}, pc.InvalidArgumentError),
+    "queries below 0": (lambda c, s, q: {"q_lens": [2, 2, -1]}, pc.InvalidArgumentError),
+    "a scale that is an int": (lambda c, s, q: {"scale": 1}, None),
+    "no scale": (lambda c, s, q: {"scale": "1"}, pc.InvalidArgumentError),
+    "NaN as scale": (lambda c, s, q: {"scale": float("nan")}, pc.InvalidArgumentError),
+    "Inf as scale": (lambda c, s, q: {"scale": float("-inf")}, pc.InvalidArgumentError),
+    "a scale past float32": (lambda c, s, q: {"scale": 1e39}, pc.InvalidArgumentError),
+    "a cap of 0": (lambda c, s, q: {"soft_cap": 0.0}, pc.InvalidArgumentError),
+    "NaN as cap": (lambda c, s, q: {"soft_cap": float("nan")}, pc.InvalidArgumentError),
+    "a cap that is an int": (lambda c, s, q: {"soft_cap": 3}, None),
+    "a window of 0": (lambda c, s, q: {"window": 0}, pc.InvalidArgumentError),
+    "a bool as window": (lambda c, s, q: {"window": True}, pc.InvalidArgumentError),
+    "causal by another name": (lambda c, s, q: {"causal": 1}, None),
+    "out of a subclass": (lambda c, s, q: {"out": np.zeros_like(q).view(Rows)}, None),
+    "out in strides": (lambda c, s, q: {"out": spread(np.zeros_like(q))}, None),
+    "out that is misaligned": (
+        lambda c, s, q: {"out": misaligned(np.zeros_like(q))}, pc.FormatError
+    ),
+    "out read-only": (lambda c, s, q: {"out": read_only(np.zeros_like(q))}, pc.FormatError),
+    "out of another dtype": (lambda c, s, q: {"out": np.zeros(q.shape, "f2")}, pc.FormatError),
+    "out of another shape": (lambda c, s, q: {"out": np.zeros((3, 32), "f4")}, pc.ShapeError),
+    "out over q": (lambda c, s, q: {"out": q}, pc.ShapeError),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ATTENDED)
+def test_calls_of_attend_that_are_not_plain(attended: Any, name: str) -> None:
+    # SPEC F41, 7
+    cache, seqs, q = attended
+    make, error = NOT_ATTENDED[name]
+    before = q.copy()
+    want = long_way(cache, lambda: cache.attend(1, q, seqs, lengths=[2, 5, 8]))
+    given = {"q": q, "seqs": seqs, "lengths": [2, 5, 8], **make(cache, seqs, q)}
+    if "generator" not in name:
+        assert attention(cache, **given) is None
+    out, layer = given.get("out"), given.pop("layer", 1)
+    if error is not None:
+        with pytest.raises(error):
+            cache.attend(layer, **given)
+        assert out is q or out is None or not np.any(out)
+    else:
+        got = cache.attend(layer, **given)
+        if not {"scale", "soft_cap"} & set(given):
+            assert np.asarray(got).tobytes() == want.tobytes()
+        else:  # the same number as a float, which is plain
+            numbers = {k: float(given.pop(k)) for k in ("scale", "soft_cap") if k in given}
+            again = attention(cache, **given, **numbers)
+            assert again is not None and got.tobytes() == again.tobytes()
+    np.testing.assert_array_equal(q, before)
+    assert cache.stats().pinned == 0
+
+
+def test_attend_into_the_slabs_is_refused() -> None:
+    # SPEC F41
+    with cache_of(fmt="float32", layout="NHD") as cache, cache.open() as seq:
+        seq.append(1, *rows([1]))
+        q, slab = np.ones((2, 2, 8), np.float32), cache.slabs(0)[1][5, :2]
+        assert attention(cache, q[:1], seq) is not None
+        assert attention(cache, q[:1], seq, out=slab[:1]) is None
+        with pytest.raises(pc.ShapeError):
+            cache.attend(1, q[:1], seq, out=slab[:1])
+        assert not slab.any()
+
+
+def test_what_the_ledger_refuses_through_it(attended: Any) -> None:
+    # SPEC F41, 7: freed, prepared but of unknown length, past what is written, too many queries
+    cache, seqs, q = attended
+    seqs[1].free()
+    with cache.open() as fresh:
+        fresh.prepare(2)
+        cases: list[tuple[Any, Any, dict[str, Any], type[Exception]]] = [
+            (q, seqs, {}, pc.FreedHandleError),
+            (q[:1], seqs[1], {}, pc.FreedHandleError),
+            (q[:1], fresh, {}, pc.InvalidArgumentError),
+            (q[:1], fresh, {"lengths": [3]}, pc.InvalidPositionError),
+            (q[:1], seqs[2], {"lengths": [9]}, pc.InvalidPositionError),
+            (q[:2], seqs[2], {"lengths": [1]}, pc.InvalidPositionError),
+        ]
+        for rows_, names, options, error in cases:
+            texts = []
+            for call in (lambda: attention(cache, rows_, names, **options),  # noqa: B023
+                         lambda: cache.attend(1, rows_, names, **options),  # noqa: B023
+                         lambda: long_way(  # noqa: B023
+                             cache, lambda: cache.attend(1, rows_, names, **options))):  # noqa: B023
+                with pytest.raises(error) as caught:
+                    call()
+                texts.append(str(caught.value))
+            assert len(set(texts)) == 1
+        assert cache.stats().pinned == 0

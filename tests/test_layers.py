@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, set[str]]] = [
         "façade",
         {
             "", "admission", "attention", "batches", "cache", "door", "handles", "ids", "movers",
-            "ordering", "pointers", "reading", "sequence", "upkeep", "views",
+            "ordering", "plain", "pointers", "reading", "sequence", "upkeep", "views",
         },
     ),
     ("integrations", {"integrations"}),

@@ -108,9 +108,9 @@ class CpuStorage(Storage):
             raise FreedHandleError("this storage")
         return slabs
 
-    def native_slabs(self) -> list[tuple[Kind, Slabs]]:
-        """K's and V's slabs in the order in which :meth:`store` writes them."""
-        return list(self._open().items())
+    def native_slabs(self) -> dict[Kind, Slabs]:
+        """K's and V's slabs, in the order in which :meth:`store` writes them."""
+        return self._open()
 
     def arrays_of(self, layer: int) -> list[Array]:
         """All memory of a layer: its slabs and open slots, K and V."""
@@ -182,7 +182,7 @@ class CpuStorage(Storage):
         """See :class:`Storage`; a torch tensor as ``q`` makes tensors of the results."""
         self._open()
         as_layer(layer, self.spec.num_layers)
-        made = check_arrays(self.spec, q, out, sinks, return_lse, filled, _empty)
+        made = check_arrays(self.spec, q, out, sinks, return_lse, filled, empty_rows)
         if out is not None and self._covered(made.out):
             raise ShapeError("memory apart from the slabs", "an array over them", "out")
         return made
@@ -227,7 +227,7 @@ class CpuStorage(Storage):
         heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
         by_head = self.spec.layout == "HND"
         shape = (heads, num_tokens, head_dim) if by_head else (num_tokens, heads, head_dim)
-        block = _empty(shape, fmt)
+        block = empty_rows(shape, fmt)
         rows = block.transpose(1, 0, 2) if by_head else block
         native.load(layer, ids, 0, rows, fmt.code)
         return block
@@ -320,7 +320,7 @@ def filled(array: Any, what: str) -> Array:
 def host_out(out: Any, what: str, shape: tuple[int, ...], fmt: KVFormat) -> Array:
     """A NumPy array to fill: the caller's, checked, or a new one where it is None."""
     if out is None:
-        return _empty(shape, fmt)
+        return empty_rows(shape, fmt)
     if not isinstance(out, np.ndarray):
         raise FormatError("a numpy array", type(out).__name__, what)
     if out.dtype != fmt.dtype or not out.dtype.isnative:
@@ -334,7 +334,7 @@ def host_out(out: Any, what: str, shape: tuple[int, ...], fmt: KVFormat) -> Arra
     return out
 
 
-def _empty(shape: tuple[int, ...], fmt: KVFormat) -> Array:
+def empty_rows(shape: tuple[int, ...], fmt: KVFormat) -> Array:
     """A new array for results, aligned like a slab."""
     dtype = fmt.dtype
     nbytes = math.prod(shape) * dtype.itemsize

@@ -107,7 +107,7 @@ def attend(
     options: AttentionOptions,
 ) -> None:
     """Run a call."""
-    native.attend(
+    run(
         slabs["k"],
         slabs["v"],
         layer,
@@ -121,6 +121,9 @@ def attend(
         options.soft_cap or 0.0,
         arrays.sinks,
         arrays.lse,
-        machine.isa_index(),
-        machine.get_num_threads(),
     )
+
+
+def run(*call: Any) -> None:
+    """The native call, with what is chosen for this machine."""
+    native.attend(*(*call, machine.isa_index(), machine.get_num_threads()))

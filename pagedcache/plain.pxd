@@ -1,0 +1,25 @@
+from libc.stdint cimport int64_t, uintptr_t
+
+cdef struct extent_t:                # bytes of memory: low <= address < high
+    uintptr_t low
+    uintptr_t high
+
+cdef struct plain_t:                 # what was seen of a plain array
+    int code                         # of its dtype
+    int ndim                         # 2 or 3
+    int64_t shape[3]
+    extent_t bytes
+    bint writable
+    bint dense                       # C-contiguous
+
+cdef class PlainArrays:
+    cdef int num_slabs
+    cdef readonly int64_t num_layers, num_heads, head_dim
+    cdef extent_t *slabs             # of a layer, one after the other
+    cdef int _bound(self, list layers) except -1
+    cdef bint look(self, object x, plain_t *found) except -1
+    cdef bint look_at_rows(self, object x, int64_t num_tokens, plain_t *found) except -1
+    cdef bint apart(self, const plain_t *found, int64_t layer) noexcept
+    cdef object as_rows(self, object x, const plain_t *found, int64_t num_heads)
+
+cdef bint overlap(const extent_t *a, const extent_t *b) noexcept
