@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 from pagedcache.errors import (
     FreedHandleError,
@@ -13,6 +13,13 @@ from pagedcache.errors import (
     shown,
 )
 from pagedcache.reading import SequenceReading
+
+
+class _Kept(ref[SequenceReading]):
+    """A weak reference that knows the id it is kept under."""
+
+    __slots__ = ("seq_id",)
+    seq_id: int
 
 
 class Handles:
@@ -24,7 +31,17 @@ class Handles:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a request id may have a hash of its own
-        self._by_id: WeakValueDictionary[int, SequenceReading] = WeakValueDictionary()
+        # A plain dictionary: nobody runs over it, so it may change at any time, and every open()
+        # and free() passes here. Ids are never used twice.
+        self._by_id: dict[int, _Kept] = {}
+        owner = ref(self)
+
+        def gone(kept: Any) -> None:
+            handles = owner()
+            if handles is not None:
+                handles._by_id.pop(kept.seq_id, None)
+
+        self._gone = gone
         self._by_request: WeakValueDictionary[Any, SequenceReading] = WeakValueDictionary()
         self._claimed: set[Any] = set()
         self._owned: dict[int, Any] = {}
@@ -55,9 +72,11 @@ class Handles:
 
     def add(self, seq: SequenceReading) -> None:
         """Register a new handle; ``FreedHandleError`` when the cache was closed meanwhile."""
+        kept = _Kept(seq, self._gone)
+        kept.seq_id = seq.seq_id
         with self._lock:
             self._refuse_closed()
-            self._by_id[seq.seq_id] = seq
+            self._by_id[kept.seq_id] = kept
             if seq.request_id is not None:
                 self._by_request[seq.request_id] = seq
                 self._claimed.discard(seq.request_id)
@@ -74,10 +93,12 @@ class Handles:
 
     def forget(self, seq_id: int, request_id: Any = None) -> None:
         """A sequence was freed."""
+        self._by_id.pop(seq_id, None)  # one step each, so that no lock is needed
+        self._owned.pop(seq_id, None)
+        if request_id is None:
+            return
         with self._lock:
-            self._by_id.pop(seq_id, None)
-            self._owned.pop(seq_id, None)
-            holder = self._by_request.get(request_id) if request_id is not None else None
+            holder = self._by_request.get(request_id)
             if holder is not None and holder.seq_id == seq_id:
                 del self._by_request[request_id]
 
@@ -85,7 +106,7 @@ class Handles:
         """Bookkeeping state of a live sequence; ``SequenceNotFoundError`` for another id."""
         state = self._owned.get(seq_id)
         if state is None:
-            seq = self._by_id.get(seq_id)
+            seq = self.handle(seq_id)
             if seq is None or seq.freed:
                 raise SequenceNotFoundError(seq_id)
             state = seq._state
@@ -93,7 +114,8 @@ class Handles:
 
     def handle(self, seq_id: int) -> SequenceReading | None:
         """The existing handle of an id, if there is one."""
-        return self._by_id.get(seq_id)
+        kept = self._by_id.get(seq_id)
+        return None if kept is None else kept()
 
     def live_ids(self) -> list[int]:
         """Ids of the live sequences, ascending."""
@@ -108,7 +130,7 @@ class Handles:
         Collection may start at any allocation, in this thread, inside the lock: so nothing may
         run over a dictionary while objects are made. One copy of its values comes first.
         """
-        references = self._by_id.valuerefs()
+        references = list(self._by_id.values())
         return [seq for seq in (reference() for reference in references) if seq is not None]
 
     def close(self) -> list[Any]:

@@ -228,12 +228,13 @@ class Sequence(SequenceReading, SequencePointers):
         if not self._state.freed:
             cache = self._cache
             try:
-                queue = None
                 if cache._on_device or stream is not None:
                     queue = cache._queue(stream)
                     cache._let_go(self._state, 0, stream)
                     self._drop_pointers(None if stream is None else queue)
-                cache._movers.run(queue, cache._ledger.free, self._state)
+                    cache._movers.run(queue, cache._ledger.free, self._state)
+                else:
+                    cache._ledger.free(self._state)
             except FreedHandleError:
                 return  # close() came first, in another thread: it frees every sequence
             cache._handles.forget(self.seq_id, self.request_id)

@@ -90,14 +90,14 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "open many": lambda w: w.keep.extend(
         w.cache.open_many(
-            [[*PROMPT, 1, 2], range(300, 309), PROMPT, [*PROMPT[:6], 1, 2]],
-            [b"", b"salt", b"", b""],
-            extra_keys=[[], [(1, 3, b"one")], [], []],
-            request_ids=["a", "b", None, "c"],
+            [PROMPT, range(300, 309)],
+            [b"", b"salt"],
+            extra_keys=[[], [(1, 3, b"one")]],
+            request_ids=["a", None],
         )
     ),
     "open as many as fit": lambda w: w.keep.extend(
-        w.cache.open_many([[*PROMPT, 1, 2], range(300, 316), range(16)], as_many_as_fit=True)
+        w.cache.open_many([[*PROMPT[:6], 1, 2], range(300, 350)], as_many_as_fit=True)
     ),
     "allocate_for_tokens": lambda w: _opened_late(w),
     "allocate_sequence": lambda w: w.cache.allocate_sequence(9),

@@ -46,6 +46,8 @@ def handles(k: npt.NDArray[np.float32], v: npt.NDArray[np.float32]) -> list[int]
             slots = cache.prepare([seq, twin], [1, 1])
             cache.store(0, k, v, slots, on_nonfinite="saturate")
             assert_type(len(slots), int)
+            assert_type(cache.step([seq, twin], [7, 8]), pc.SlotMapping)
+            assert_type(cache.open_many([[1], [2, 3]], request_ids=["a", None]), list[pc.Sequence])
             for view in seq.views(0):
                 assert_type(view.start, int)
             keys, values = twin.gather(0, 0, 3, dtype=np.float32)
