@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from pagedcache._native import bandwidth
 from pagedcache.checks import devices
 from pagedcache.cli.bench import peers
 from pagedcache.cli.bench.copies import STREAM, stream_timers
+from pagedcache.cli.bench.counts import each_count
 from pagedcache.cli.bench.rows import measure
 from pagedcache.cli.bench.timing import medians, staged, timed
 
+LOAD_TORCH: Any = peers.torch
 Capture = pytest.CaptureFixture[str]
 COLUMNS = [
     "op", "variant", "format", "size", "gbps_moved", "pct_of_copy", "ns_per_item", "peer",
@@ -119,6 +123,21 @@ def test_every_count_of_threads_has_rows_and_a_copy_on_as_many(
     assert len(alone) == 4 + 2 + 12 + 1 + 2
     # NumPy has one thread: nothing is claimed about it with three.
     assert {row["peer"] for row in without_stream(rows) if "3 threads" in row["variant"]} == {None}
+
+
+def test_torch_gets_as_many_threads_also_where_it_is_loaded_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[int] = []
+    stand_in = SimpleNamespace(set_num_threads=told.append)
+    monkeypatch.setattr(peers, "optional", lambda name: stand_in)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    load = LOAD_TORCH.__wrapped__  # the cache keeps what this process really has
+    for count in each_count((3, 2)):
+        if count == 3:
+            assert load() is stand_in and told == [3]
+            monkeypatch.setitem(sys.modules, "torch", stand_in)
+    assert told == [3, 2, 1]
 
 
 def test_the_non_temporal_copy_moves_as_many_bytes(capsys: Capture) -> None:

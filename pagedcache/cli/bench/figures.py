@@ -11,6 +11,8 @@ from pagedcache.sizes import format_size
 from .rows import Row
 from .targets import Metric, Target, nanoseconds, targets_of
 
+_ITEMS = ("pool", "prefix", "import", "blocks", "tables", "calls")  # areas that move no bytes
+
 Key = tuple[str, str, str | None, int]
 
 
@@ -109,4 +111,4 @@ def _ours(rows: Sequence[Row]) -> str:
 def size_text(figure: Figure) -> str:
     """The size of a row: bytes where it moves bytes, else items."""
     size = figure.key[3]
-    return format_size(size) if figure.ours.endswith("GB/s") else f"{size:,}"
+    return f"{size:,}" if figure.op in _ITEMS else format_size(size)

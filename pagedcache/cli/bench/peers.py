@@ -12,6 +12,8 @@ from typing import Any
 from ..output import note
 from . import ggml_peer
 
+_threads = 1
+
 
 @cache
 def optional(name: str) -> ModuleType | None:
@@ -25,15 +27,17 @@ def optional(name: str) -> ModuleType | None:
 
 @cache
 def torch() -> Any:
-    """PyTorch, told to use one thread like everybody else, or ``None``."""
+    """PyTorch, told to use as many threads as everybody else, or ``None``."""
     module = optional("torch")
     if module is not None:
-        module.set_num_threads(1)
+        module.set_num_threads(_threads)
     return module
 
 
 def use_threads(count: int) -> None:
-    """Let torch, and vLLM through it, use ``count`` threads, where it is there already."""
+    """Let torch, and vLLM through it, use ``count`` threads, now or as soon as it is loaded."""
+    global _threads
+    _threads = count
     module = sys.modules.get("torch")
     if module is not None:
         module.set_num_threads(count)

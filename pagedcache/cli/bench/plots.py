@@ -71,7 +71,7 @@ def _panel(axis: Any, metric: str, figures: Sequence[Figure]) -> None:
     axis.set_yticks(places, [_label(figure, metric) for figure in figures], fontsize=6)
     axis.set_ylim(len(figures) - 0.5, -0.5)
     axis.axvline(100 if metric == "share" else 1, color="black", linewidth=0.5, linestyle=":")
-    axis.set_xlabel(_UNITS[metric])
+    axis.set_xlabel(_UNITS[metric].replace("copy", figures[0].against))
     if metric == "ratio":
         axis.set_xscale("log")
 

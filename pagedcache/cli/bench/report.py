@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from .facts import describe, in_short
 from .figures import Figure, figures_of, size_text
@@ -59,7 +60,9 @@ def summary(figures: Sequence[Figure], device: str) -> str:
             continue
         values = sorted(value for figure in judged for value in figure.values)
         ends = values if target.metric != "ns" else values[::-1]
-        written = dict.fromkeys(judged[0].written(value) for value in (ends[0], ends[-1]))
+        written = list(dict.fromkeys(judged[0].written(value) for value in (ends[0], ends[-1])))
+        if len(values) > 2:
+            written[-1] += f", median {judged[0].written(median(values))}"
         met = sum(all(map(target.met, figure.values)) for figure in judged)
         text = "yes" if met == len(judged) else "**no**"
         count = "" if len(judged) == 1 else f", {met} of {len(judged)}"
