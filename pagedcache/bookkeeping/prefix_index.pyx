@@ -255,9 +255,9 @@ cdef bint index_register(pool_t *p, int32_t block, uint64_t parent, const uint32
         n.extra = kept
         n.hash = <uint32_t> (h >> 32)
         memcpy(tokens_of(p, slot), tokens, p.block_size * sizeof(uint32_t))
-        bucket = <int32_t> (h & x.mask)
-        n.next = x.exact[bucket] - 1
-        x.exact[bucket] = slot + 1
+        n.bucket = <int32_t> (h & x.mask)
+        n.next = x.exact[n.bucket] - 1
+        x.exact[n.bucket] = slot + 1
         ph = partial_hash(p, parent, tokens[0], eh)
         bucket = <int32_t> (ph & x.mask)
         n.partial_next = x.partial[bucket] - 1
@@ -293,11 +293,9 @@ cdef void bury(pool_t *p, int32_t slot) noexcept nogil:
     """The node's last copy is gone: take it out of both indexes."""
     cdef index_t *x = &p.index
     cdef node_t *n = &x.nodes[slot]
-    cdef uint64_t h = exact_hash(p, n.parent, tokens_of(p, slot), hash_of_extra(x, n))
-    cdef int32_t bucket = <int32_t> (h & x.mask)
-    cdef int32_t at = x.exact[bucket] - 1
+    cdef int32_t at = x.exact[n.bucket] - 1
     if at == slot:
-        x.exact[bucket] = n.next + 1
+        x.exact[n.bucket] = n.next + 1
     else:
         while x.nodes[at].next != slot:
             at = x.nodes[at].next
@@ -347,6 +345,7 @@ cdef int32_t index_check(pool_t *p, int32_t *children) noexcept nogil:
     NONE when all agree. ``children``: zeroed scratch, one per slot ever used."""
     cdef index_t *x = &p.index
     cdef node_t *n
+    cdef uint64_t h
     cdef int32_t slot, at, steps
     for slot in range(x.fresh):
         n = &x.nodes[slot]
@@ -355,7 +354,10 @@ cdef int32_t index_check(pool_t *p, int32_t *children) noexcept nogil:
         at = alive(p, n.parent)
         if at != NONE:
             children[at] += 1
-        at = x.exact[exact_hash(p, n.parent, tokens_of(p, slot), hash_of_extra(x, n)) & x.mask] - 1
+        h = exact_hash(p, n.parent, tokens_of(p, slot), hash_of_extra(x, n))
+        if <uint64_t> n.bucket != h & x.mask or n.hash != <uint32_t> (h >> 32):
+            return slot
+        at = x.exact[n.bucket] - 1
         steps = 0
         while at != slot and at != NONE and steps < MAX_PROBES:
             at = x.nodes[at].next

@@ -67,6 +67,7 @@ cdef struct node_t:
     int32_t partial_prev     # ~bucket for the first of the chain
     int32_t block            # first resident copy; NONE when the node is dead
     int32_t children         # living nodes behind this one
+    int32_t bucket           # of the exact index, so that burying it hashes nothing
 
 cdef struct index_t:
     node_t *nodes            # [num_blocks]
