@@ -202,6 +202,43 @@ def test_a_cached_block_behind_another_parent():
     assert blocks.index(old[2]) < blocks.index(old[1]) < blocks.index(old[0])
 
 
+def test_a_block_that_outlives_its_child_and_its_parent():
+    # SPEC F14: the parent was idle before the child, and the pinned block between them comes last
+    ledger = Ledger(16, B)
+    seq = filled(ledger, *range(3 * B))
+    parent, middle, child = seq.block_table().tolist()
+    ledger.make_writable(seq, 0)  # the sequence has a copy of its first block now
+    assert ledger.pool.num_idle_blocks == 1
+    pin = ledger.pin_range(seq, B, 2 * B)
+    ledger.free(seq)
+    pin.release()
+    ledger.check()
+    assert lru(ledger) == [child, middle, parent]
+
+
+def test_a_shared_block_between_blocks_that_are_given_back():
+    # SPEC F14: as before, and the sequence's head is cached behind nothing that the others know
+    ledger = Ledger(16, B)
+    seq = filled(ledger, *range(3 * B))
+    parent, middle, child = seq.block_table().tolist()
+    ledger.set_computed(seq, 0)  # the blocks stay, under another head
+    ledger.append_tokens(seq, np.arange(200, 200 + B, dtype=np.uint32))
+    ledger.prepare([seq], [B])
+    ledger.commit(seq, B)
+    head = seq.block_table().tolist()[0]
+    twin = ledger.fork(seq)
+    ledger.truncate(twin, 2 * B)
+    ledger.make_writable(twin, 0)  # a head of its own
+    assert [ledger.pool.ref_count(b) for b in (parent, head, middle, child)] == [0, 1, 2, 1]
+    ledger.free(seq)
+    assert [ledger.pool.ref_count(b) for b in (head, middle, child)] == [0, 1, 0]
+    ledger.free(twin)
+    ledger.check()
+    blocks = lru(ledger)
+    assert sorted(blocks) == sorted([parent, middle, child, head])
+    assert blocks.index(child) < blocks.index(middle) < blocks.index(parent)
+
+
 def test_truncate_releases_as_free_does():
     # SPEC F14
     ledger = Ledger(16, B)
