@@ -186,6 +186,20 @@ def test_the_slots_and_tokens_of_a_decode_loop():
     cache.check()
 
 
+def test_a_long_decode_keeps_every_token():
+    # SPEC F25: tables and histories grow on the way
+    cache = make_cache(400, B=B, storage=None)
+    seqs = [cache.open([i]) for i in range(3)]
+    cache.prepare(seqs, [1, 1, 1])
+    for step in range(500):
+        cache.step(seqs, [3 * step, 3 * step + 1, 3 * step + 2])
+    for i, seq in enumerate(seqs):
+        assert seq.tokens.tolist() == [i, *range(i, 1500, 3)]
+        assert seq.seq_len == 500
+        assert cache.probe([*seq.tokens.tolist()[:500], 0]) == 500
+    cache.check()
+
+
 def test_prompts_in_pieces_beside_decoding_sequences():
     # SPEC F27: known tokens take no name, so one call serves both
     cache = make_cache(16, B=B, storage=None)

@@ -206,6 +206,36 @@ def test_heads_of_partly_matching_blocks_are_copied():
     cache.check()
 
 
+def test_a_source_is_kept_while_it_is_copied_from():
+    # SPEC F27: 6 blank blocks and 2 cached ones, of which one is copied from
+    cache = make_cache(8, B=B, partial_block_reuse=1)
+    cached_prompt(cache, range(10, 18), 1)
+    seqs = cache.open_many([[10, 11, 12, 7], range(100, 124)])
+    assert [seq.num_cached_tokens for seq in seqs] == [3, 0]
+    assert_holds(cache, seqs[0], [1, 2, 3])
+    assert cache.pool.num_free_blocks == 1
+    cache.check()
+
+
+def test_copies_are_given_up_where_blocks_are_short():
+    # SPEC F23: cold, 1 + 7 blocks fit into 8; opened one by one they would, too
+    for as_many_as_fit in (False, True):
+        cache = make_cache(8, B=B, partial_block_reuse=1)
+        cached_prompt(cache, range(10, 18), 1)
+        seqs = cache.open_many([[10, 11, 12, 7], range(100, 128)], as_many_as_fit=as_many_as_fit)
+        assert [seq.num_cached_tokens for seq in seqs] == [0, 0]
+        assert cache.pool.num_free_blocks == 0
+        cache.check()
+    cache = make_cache(8, B=B, partial_block_reuse=1)
+    cached_prompt(cache, range(10, 18), 1)
+    seqs = cache.open_many([[10, 11, 12, 7], range(100, 129)], as_many_as_fit=True)
+    assert [seq.num_cached_tokens for seq in seqs] == [3]  # the second does not fit anyway
+    with pytest.raises(pc.OutOfBlocksError) as error:
+        cache.open_many([[10, 11, 12, 8], range(100, 128)])
+    assert (error.value.needed, error.value.available) == (8, 7)
+    cache.check()
+
+
 def test_an_engine_is_told_of_all_copies():
     # SPEC F48
     cache = make_cache(16, B=B, storage=None, partial_block_reuse=1)

@@ -26,7 +26,8 @@ cdef struct admit_t:
 
 cdef int64_t scratch_size(pool_t *p, int64_t tokens, identity_t *who) noexcept nogil
 cdef result_t plan_open(pool_t *p, const uint32_t *tokens, int64_t n, identity_t *who,
-                        int64_t upto, int64_t taken, uint8_t *scratch, match_t *m) noexcept nogil
+                        int64_t upto, int64_t taken, bint copying, uint8_t *scratch,
+                        match_t *m) noexcept nogil
 cdef result_t plan_many(pool_t *p, admit_t *all, int64_t n, bint fitting,
                         int64_t *fit) noexcept nogil
 cdef int64_t want_slots(pool_t *p, admit_t *all, int64_t n) noexcept nogil

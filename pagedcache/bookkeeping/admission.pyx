@@ -47,10 +47,10 @@ cdef void find_full(pool_t *p, const uint32_t *tokens, int64_t n, identity_t *wh
 
 
 cdef result_t plan_open(pool_t *p, const uint32_t *tokens, int64_t n, identity_t *who,
-                        int64_t upto, int64_t taken, uint8_t *scratch,
+                        int64_t upto, int64_t taken, bint copying, uint8_t *scratch,
                         match_t *m) noexcept nogil:
     """What opening tokens[n] with blocks for the first ``upto`` tokens takes, where ``taken`` of
-    the free blocks are meant for others.
+    the free blocks are meant for others; ``copying``: part-matched blocks may be copied.
 
     E_BLOCKS only when the same prompt would not fit cold either; ``m`` is filled in any case.
     """
@@ -83,7 +83,8 @@ cdef result_t plan_open(pool_t *p, const uint32_t *tokens, int64_t n, identity_t
     m.total = max(blocks_for(upto, B), m.num_hits + (m.source != NONE))
     m.fresh = m.total - m.num_hits
     m.available = num_free(p) - taken - m.idle_hits
-    if m.source != NONE and m.fresh > m.available - (not in_use(p, m.source)):
+    if m.source != NONE and (not copying
+                             or m.fresh > m.available - (not in_use(p, m.source))):
         m.source = NONE
         m.rows = 0
         m.total = max(blocks_for(upto, B), m.num_hits)
@@ -106,20 +107,16 @@ cdef void count_holders(pool_t *p, match_t *m, int32_t by) noexcept nogil:
         p.refs[m.source] += by
 
 
-cdef result_t plan_many(pool_t *p, admit_t *all, int64_t n, bint fitting,
+cdef result_t plan_each(pool_t *p, admit_t *all, int64_t n, bint copying,
                         int64_t *fit) noexcept nogil:
-    """Plan all prompts as if opened one after the other; ``fit`` gets how many have a plan.
-
-    ``fitting``: the first one that finds too few blocks ends the list, unless it is the very first.
-    Otherwise E_BLOCKS names the blocks for all up to that one.
-    """
+    """Plan prompts as if opened one after the other; ``fit`` gets how many have a plan."""
     cdef int64_t i, taken = 0, fresh = 0
     cdef result_t r = answer(OK)
     cdef match_t *m
     fit[0] = 0
     for i in range(n):
         m = &all[i].m
-        r = plan_open(p, all[i].s.tokens, all[i].n, all[i].s.identity, all[i].upto, taken,
+        r = plan_open(p, all[i].s.tokens, all[i].n, all[i].s.identity, all[i].upto, taken, copying,
                       all[i].scratch, m)
         if r.code != OK:
             break
@@ -129,11 +126,30 @@ cdef result_t plan_many(pool_t *p, admit_t *all, int64_t n, bint fitting,
         fit[0] += 1
     for i in range(fit[0]):
         count_holders(p, &all[i].m, -1)
-    if r.code == E_BLOCKS and fitting and fit[0] > 0:
-        return answer(OK)
     if r.code == E_BLOCKS and r.a <= r.c:     # else it fits never, whatever the others take
         r.a += fresh
         r.b += fresh
+    return r
+
+
+cdef result_t plan_many(pool_t *p, admit_t *all, int64_t n, bint fitting,
+                        int64_t *fit) noexcept nogil:
+    """Plan all prompts; ``fit`` gets how many have a plan.
+
+    E_BLOCKS, which names the blocks for all up to the one that does not fit, only where they would
+    not fit cold either: a block that one prompt copies from is free for others, and copies are
+    given up where that lets more of them in. ``fitting``: the one that does not fit ends the list,
+    unless it is the very first.
+    """
+    cdef int64_t found
+    cdef result_t r = plan_each(p, all, n, True, fit)
+    if r.code == E_BLOCKS and fit[0] > 0:
+        found = fit[0]
+        r = plan_each(p, all, n, False, fit)
+        if fitting and fit[0] == found:
+            plan_each(p, all, found, True, fit)
+    if r.code == E_BLOCKS and fitting and fit[0] > 0:
+        return answer(OK)
     return r
 
 

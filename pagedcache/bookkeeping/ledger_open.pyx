@@ -267,7 +267,7 @@ cdef class LedgerOpen(LedgerBase):
         try:
             enter_fast(p)
             with nogil:
-                plan_open(p, raw, n, who, upto, 0, scratch, &m)
+                plan_open(p, raw, n, who, upto, 0, True, scratch, &m)
                 leave(p)
         finally:
             identity_drop(who)
