@@ -1,4 +1,4 @@
-"""What of this machine attention on the CPU uses: threads, and an instruction set.
+"""What of this machine work on the CPU uses: threads, and an instruction set.
 
 The environment is read when either is first asked for, never by importing the package:
 ``PAGEDCACHE_NUM_THREADS`` (1…1024), and ``PAGEDCACHE_ISA``, one of the names that
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from pagedcache._native.attention import MOST_THREADS, instruction_sets
+from pagedcache._native.machine import MOST_THREADS, instruction_sets, use, when_needed
 from pagedcache.arguments import as_count
 from pagedcache.errors import InvalidArgumentError, shown
 
@@ -22,17 +22,19 @@ _isa: int | None = None
 
 
 def set_num_threads(n: int) -> None:
-    """Let later calls of ``attend`` on the CPU use at most ``n`` threads (1…1024), theirs included.
+    """Let later calls on the CPU use at most ``n`` threads (1…1024), theirs included.
 
-    Applies to the whole process. Results do not depend on it, to the last bit. Raises
-    ``InvalidArgumentError``.
+    ``attend``, ``store``, ``gather``, and conversions of large arrays share their work; small ones
+    stay on the caller's thread. Applies to the whole process. Results do not depend on it, to the
+    last bit. Raises ``InvalidArgumentError``.
     """
     global _num_threads
     _num_threads = as_count(n, "n", least=1, most=MOST_THREADS)
+    when_needed(_choose)
 
 
 def get_num_threads() -> int:
-    """Threads that a call of ``attend`` on the CPU uses at most.
+    """Threads that a call on the CPU uses at most.
 
     What ``set_num_threads`` said, else ``PAGEDCACHE_NUM_THREADS``, else the physical cores that
     this process may run on, no more than a container's share of processor time is worth. Raises
@@ -86,7 +88,7 @@ def _quota() -> int | None:
 
 
 def isa_index() -> int:
-    """Which of ``instruction_sets()`` attention uses; ``InvalidArgumentError`` when
+    """Which of ``instruction_sets()`` is used; ``InvalidArgumentError`` when
     ``PAGEDCACHE_ISA`` asks for one that is not there."""
     global _isa
     if _isa is None:
@@ -96,21 +98,22 @@ def isa_index() -> int:
 
 
 def isa_name() -> str:
-    """Name of the instruction set that attention uses."""
+    """Name of the instruction set that is used."""
     return instruction_sets()[0][isa_index()]
 
 
 def usable_isas() -> list[str]:
-    """Names of the instruction sets that attention can use on this machine, the best one last."""
+    """Names of the instruction sets that this machine has kernels for, the best one last."""
     names, usable = instruction_sets()
     return names[:usable]
 
 
 def use_isa(name: str | None) -> None:
     """Use another instruction set from now on (None: what the environment or the processor says).
-    For tests and benchmarks; not to be called while another thread attends."""
+    For tests and benchmarks; not to be called while another thread works."""
     global _isa
     _isa = None if name is None else _index_of(name)
+    when_needed(_choose)
 
 
 def _index_of(name: str) -> int:
@@ -120,3 +123,11 @@ def _index_of(name: str) -> int:
             f"PAGEDCACHE_ISA: this machine has {', '.join(usable)}, not {shown(name)}"
         )
     return usable.index(name)
+
+
+def _choose() -> None:
+    """What compiled code asks for before it first converts anything, and after a change."""
+    use(isa_index(), get_num_threads())
+
+
+when_needed(_choose)

@@ -21,6 +21,7 @@ RACES = r"""
 #include <stdio.h>
 #include <stdlib.h>
 #include "pagedcache/attend.h"
+#include "pagedcache/threads.h"
 
 enum { HEADS = 2, GROUP = 4, DIM = 72, SIZE = 16, BLOCKS = 70, QUERIES = 2 };
 enum { VALUES = QUERIES * HEADS * GROUP * DIM };
@@ -52,7 +53,7 @@ static void run(float *out, int threads) {
     call.out.base = (uint8_t *)out;
     call.scale = 0.1f;
     call.causal = 1;
-    if (pc_attend(&call, isa, threads, &wanted) != PC_OK) {
+    if (pc_attend(&call, isa, pc_run_tasks, threads, &wanted) != PC_OK) {
         exit(2);
     }
 }
@@ -134,6 +135,7 @@ VALUES = r"""
 #include <stdio.h>
 #include <stdlib.h>
 #include "pagedcache/attend.h"
+#include "pagedcache/threads.h"
 
 static uint32_t state = 1;
 
@@ -209,7 +211,7 @@ static double run(int code, const pc_isa *isa, int dim, int size, int group, int
     call.lse = lse;
     call.scale = 1.0f / sqrtf((float)dim);
     call.causal = 1;
-    if (pc_attend(&call, isa, 2, &wanted) != PC_OK) {
+    if (pc_attend(&call, isa, pc_run_tasks, 2, &wanted) != PC_OK) {
         exit(2);
     }
     for (int row = 0; row < q * heads; row++) {

@@ -14,15 +14,18 @@ HEADERS = sorted(path.relative_to(INCLUDE).as_posix() for path in INCLUDE.rglob(
 PORTABLE = [
     f"pagedcache/{name}.h"
     for name in ("config", "status", "round", "groups", "ggml", "dense", "formats", "geometry",
-                 "flat", "channels", "space", "rows", "copies")
+                 "flat", "channels", "space", "rows", "copies", "codec",
+                 "codec_plain", "tools", "streamed", "bulk", "nonfinite", "tasks")
 ]  # fmt: skip
 FLAGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror", "-O2", "-ffp-contract=off",
          f"-I{INCLUDE}"]  # fmt: skip
 
 # Uses every public function, so that nothing is judged only as an unused template.
 PROGRAM = """
+#include "pagedcache/codec_plain.h"
 #include "pagedcache/copies.h"
 #include "pagedcache/flat.h"
+#include "pagedcache/nonfinite.h"
 
 /* Store a block of 3 tokens straight and by way of an open slot, reopen it, read it. */
 static int open_and_seal(int code, float *values, float *back) {
@@ -31,6 +34,7 @@ static int open_and_seal(int code, float *values, float *back) {
     const int64_t straight[3] = {0, 1, 2}, open_slots[3] = {6, 7, 8};
     const int32_t places[3] = {1, 0, 2};
     int failures = 0; /* padding is never written, so it has to be alike from the start */
+    const pc_tools tools = {&pc_plain_codec, 0, 1, 0, buffer};
     pc_space space;
     pc_slab slabs[2];
     pc_rows rows = {(uint8_t *)values, 4 * 40, 4 * 40, 4, PC_FORMAT_float32};
@@ -43,20 +47,21 @@ static int open_and_seal(int code, float *values, float *back) {
     slabs[0].block_stride = space.geometry[0].block_nbytes;
     slabs[1] = pc_open_slab(&space, opened, space.geometry[1].block_nbytes);
     failures += pc_buffer_values(&space) > 3 * 40 || pc_num_places(&space) != 3;
-    failures += pc_find_nonfinite(&rows, 3, 1, 40) != -1;
-    failures += pc_store_rows(&space, slabs, &rows, straight, 3, PC_NONFINITE_RAISE, buffer);
-    failures += pc_store_rows(&space, slabs, &rows, open_slots, 3, PC_NONFINITE_RAISE, buffer);
-    pc_copy_block(&space, slabs, 2, 1, 3, buffer);
+    failures += pc_find_nonfinite(&tools, &rows, 3, 1, 40) != -1;
+    failures += pc_store_rows(&tools, &space, slabs, &rows, straight, 3, PC_NONFINITE_RAISE);
+    failures += pc_store_rows(&tools, &space, slabs, &rows, open_slots, 3, PC_NONFINITE_RAISE);
+    pc_copy_block(&tools, &space, slabs, 2, 1, 3);
     failures += memcmp(sealed, sealed + slabs[0].block_stride, (size_t)slabs[0].block_stride) != 0;
-    pc_copy_block(&space, slabs, 1, 2, 3, buffer);
-    pc_copy_tokens(&space, slabs, 0, 1, 2, 2, 1, buffer);
-    pc_load_rows(&space, slabs, places, 2, &outside, 7, buffer);
+    pc_copy_block(&tools, &space, slabs, 1, 2, 3);
+    pc_copy_tokens(&tools, &space, slabs, 0, 1, 2, 2, 1);
+    pc_load_rows(&tools, &space, slabs, places, 2, &outside, 7);
     return failures;
 }
 
 int main(void) {
     float values[40], back[40], block[3 * 40], read[7 * 40];
     uint8_t data[256], scales[64];
+    const pc_tools tools = {&pc_plain_codec, 0, 1, 0, 0};
     int failures = 0;
     for (int i = 0; i < 3 * 40; i++) {
         block[i] = (float)(i % 61 - 30);
@@ -77,8 +82,11 @@ int main(void) {
             const float error = back[i] - values[i];
             failures += error > 1.0f || error < -1.0f;
         }
-        failures += pc_flat_write(code, data, scales, 40, 3, 30, values, PC_NONFINITE_RAISE) != 0;
-        pc_flat_read(code, data, scales, 3, 30, back);
+        failures += pc_flat_encode(&tools, code, values, 40, data, scales, 0) != PC_OK;
+        pc_flat_decode(&tools, code, data, scales, 40, back);
+        failures +=
+            pc_flat_write(&tools, code, data, scales, 40, 3, 30, values, PC_NONFINITE_RAISE) != 0;
+        pc_flat_read(&tools, code, data, scales, 3, 30, back);
         failures += back[0] > -8.0f;
         failures += open_and_seal(code, block, read);
         for (int i = 0; i < 40; i++) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from profiles import SHORT
 
+from pagedcache import machine
 from pagedcache.arithmetic import (
     bfloat16_bits_to_float32,
     float16_bits_to_float32,
@@ -51,9 +53,17 @@ def some_bits() -> np.ndarray:
     return np.concatenate([grid, random])
 
 
+@pytest.fixture(params=machine.usable_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every instruction set in turn."""
+    machine.use_isa(request.param)
+    yield request.param
+    machine.use_isa(None)
+
+
 # SPEC F1 F2
 @pytest.mark.parametrize("name", TARGETS)
-def test_every_float32(name: str) -> None:
+def test_every_float32(name: str, isa: str) -> None:
     """All 2^32 bit patterns; in the short profile the edges and 2^24 at random."""
     if SHORT:
         compare(name, some_bits())
@@ -69,7 +79,7 @@ def test_every_float32(name: str) -> None:
 
 # SPEC F3
 @pytest.mark.parametrize("name", TARGETS)
-def test_every_16_bit_pattern_back(name: str) -> None:
+def test_every_16_bit_pattern_back(name: str, isa: str) -> None:
     dtype, convert, back = TARGETS[name]
     bits = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
     got = back(bits)

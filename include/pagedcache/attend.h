@@ -71,9 +71,9 @@ PC_INLINE uint8_t *pc_aligned_memory(int64_t nbytes, void **whole) {
     return *whole == NULL ? NULL : (uint8_t *)(((uintptr_t)*whole + 63) & ~(uintptr_t)63);
 }
 
-/* Run the call on at most `threads` threads. PC_OK, or PC_E_MEMORY with nothing written and the
- * bytes that could not be had in *wanted. */
-PC_INLINE int pc_attend(const pc_attend_call *call, const pc_isa *isa, int threads,
+/* Run the call on at most `threads` threads of the runner's. PC_OK, or PC_E_MEMORY with nothing
+ * written and the bytes that could not be had in *wanted. */
+PC_INLINE int pc_attend(const pc_attend_call *call, const pc_isa *isa, pc_runner run, int threads,
                         int64_t *wanted) {
     pc_attend_plan plan;
     pc_attend_job job;
@@ -120,7 +120,7 @@ PC_INLINE int pc_attend(const pc_attend_call *call, const pc_isa *isa, int threa
         pc_count_pieces(&plan);
         job.plan = &plan;
         job.isa = isa;
-        pc_run_tasks(threads, pc_attend_task, &job, plan.num_units);
+        run(threads, pc_attend_task, &job, plan.num_units);
         status = PC_OK;
     }
     free(memory);

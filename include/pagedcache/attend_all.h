@@ -1,7 +1,13 @@
 /* All that is compiled once per instruction set, in the order in which it builds on itself. */
 #ifdef PC_ISA
 
-#include "attend_vector.h"
+#if PC_WIDTH == 16
+#define PC_COLUMNS 4
+#else
+#define PC_COLUMNS 2
+#endif
+
+#include "vector.h"
 
 #include "attend_decode.h"
 
@@ -19,6 +25,7 @@
 
 #include "attend_unit.h"
 
+#undef PC_COLUMNS
 #undef PC_TURNS_PAIRS
 
 #endif

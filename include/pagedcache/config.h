@@ -23,6 +23,12 @@
 #define PC_FORCE_INLINE static inline
 #endif
 
+#if defined(__GNUC__) && !defined(__CUDACC__)
+#define PC_PREFETCH(address) __builtin_prefetch(address)
+#else
+#define PC_PREFETCH(address) (void)(address)
+#endif
+
 /* C's restrict has no C++ keyword; all three compilers know this spelling. */
 #define PC_RESTRICT __restrict
 

@@ -115,4 +115,14 @@ static inline void pc_watch_forks(volatile int64_t *generation) {
 }
 #endif
 
+/* Subtract one and return what is left; what other threads did before they subtracted is seen by
+ * the one that is told 0. */
+static inline int64_t pc_count_down(volatile int64_t *left) {
+#if defined(_WIN32)
+    return InterlockedExchangeAdd64((volatile LONG64 *)left, -1) - 1;
+#else
+    return __atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL);
+#endif
+}
+
 #endif

@@ -8,7 +8,7 @@
  * made when first needed and wait without using the processor; a forked child starts with none.
  * Where no thread can be made, the caller does it all.
  *
- * One translation unit includes this: the workers are its own.
+ * One translation unit includes this, as the workers are its own, and hands pc_run_tasks to others.
  */
 #ifndef PAGEDCACHE_THREADS_H
 #define PAGEDCACHE_THREADS_H
@@ -16,10 +16,7 @@
 #include <string.h>
 
 #include "sync.h"
-
-typedef void (*pc_task)(void *context, int64_t index, int who);
-
-enum { PC_MOST_THREADS = 1024 };
+#include "tasks.h"
 
 /* One call; it lives on the caller's stack. */
 typedef struct pc_job {
@@ -41,16 +38,6 @@ typedef struct {
 } pc_crew;
 
 static pc_crew pc_the_crew;
-
-/* Subtract one and return what is left; what other threads did before they subtracted is seen by
- * the one that is told 0. */
-static inline int64_t pc_count_down(volatile int64_t *left) {
-#if defined(_WIN32)
-    return InterlockedExchangeAdd64((volatile LONG64 *)left, -1) - 1;
-#else
-    return __atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL);
-#endif
-}
 
 static inline void pc_work_on(pc_job *job, int who) {
     int64_t index;

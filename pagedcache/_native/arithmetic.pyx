@@ -10,6 +10,7 @@ geometry that no block has.
 
 from libc.stdint cimport int64_t, uint8_t
 
+from pagedcache._native.machine cimport pc_tools, take_tools
 from pagedcache.errors import FormatError, InvalidArgumentError, ShapeError
 
 cdef extern from *:
@@ -79,14 +80,15 @@ cdef extern from *:
     int pc_flat_check(int code, int64_t nbytes, int64_t scale_offset, int64_t num_values) nogil
     int pc_geometry_check(int code, int layout, int64_t num_heads, int64_t block_size,
                           int64_t head_dim) nogil
-    int pc_encode_row(int code, const float *src, int64_t num_values, uint8_t *data,
-                      uint8_t *scales, int policy) nogil
-    void pc_decode_row(int code, const uint8_t *data, const uint8_t *scales, int64_t num_values,
-                       float *dst) nogil
-    void pc_flat_read(int code, const uint8_t *data, const uint8_t *scales, int64_t offset,
-                      int64_t length, float *dst) nogil
-    int pc_flat_write(int code, uint8_t *data, uint8_t *scales, int64_t num_values,
-                      int64_t offset, int64_t length, const float *src, int policy) nogil
+    int pc_flat_encode(const pc_tools *tools, int code, const float *values, int64_t num_values,
+                       uint8_t *data, uint8_t *scales, int policy) nogil
+    void pc_flat_decode(const pc_tools *tools, int code, const uint8_t *data,
+                        const uint8_t *scales, int64_t num_values, float *values) nogil
+    void pc_flat_read(const pc_tools *tools, int code, const uint8_t *data, const uint8_t *scales,
+                      int64_t offset, int64_t length, float *dst) nogil
+    int pc_flat_write(const pc_tools *tools, int code, uint8_t *data, uint8_t *scales,
+                      int64_t num_values, int64_t offset, int64_t length, const float *src,
+                      int policy) nogil
     void pc_geometry_init(pc_geometry *g, int code, int layout, int64_t num_heads,
                           int64_t block_size, int64_t head_dim) nogil
     pc_address pc_row_address(const pc_geometry *g, int64_t block_stride_nbytes, int64_t block,
@@ -143,42 +145,51 @@ cdef int check_geometry(int code, int layout, int64_t num_heads, int64_t block_s
 def encode(int code, const float[::1] src, uint8_t[::1] data, int64_t scale_offset, int policy):
     """Store all of `src` from the start of `data`; returns a status code."""
     cdef int status = 0
+    cdef pc_tools tools
     check_values(code, data.shape[0], scale_offset, 0, src.shape[0], src.shape[0])
     if src.shape[0]:
+        take_tools(&tools)
         with nogil:
-            status = pc_encode_row(code, &src[0], src.shape[0], &data[0],
-                                   &data[0] + scale_offset, policy)
+            status = pc_flat_encode(&tools, code, &src[0], src.shape[0], &data[0],
+                                    &data[0] + scale_offset, policy)
     return status
 
 
 def decode(int code, const uint8_t[::1] data, int64_t scale_offset, float[::1] dst):
     """Read the first values of `data` until `dst` is full."""
+    cdef pc_tools tools
     check_values(code, data.shape[0], scale_offset, 0, dst.shape[0], dst.shape[0])
     if dst.shape[0]:
+        take_tools(&tools)
         with nogil:
-            pc_decode_row(code, &data[0], &data[0] + scale_offset, dst.shape[0], &dst[0])
+            pc_flat_decode(&tools, code, &data[0], &data[0] + scale_offset, dst.shape[0], &dst[0])
 
 
 def flat_read(int code, const uint8_t[::1] data, int64_t scale_offset, int64_t offset,
               float[::1] dst):
     """Read values offset … offset + len(dst)."""
+    cdef pc_tools tools
     if offset < 0 or offset > 2 * data.shape[0]:
         raise ShapeError(f"an offset inside {data.shape[0]} bytes of values", offset, "offset")
     check_values(code, data.shape[0], scale_offset, offset, dst.shape[0], offset + dst.shape[0])
     if dst.shape[0]:
+        take_tools(&tools)
         with nogil:
-            pc_flat_read(code, &data[0], &data[0] + scale_offset, offset, dst.shape[0], &dst[0])
+            pc_flat_read(&tools, code, &data[0], &data[0] + scale_offset, offset, dst.shape[0],
+                         &dst[0])
 
 
 def flat_write(int code, uint8_t[::1] data, int64_t scale_offset, int64_t num_values,
                int64_t offset, const float[::1] src, int policy):
     """Replace values offset … offset + len(src) of num_values; returns a status code."""
     cdef int status = 0
+    cdef pc_tools tools
     check_values(code, data.shape[0], scale_offset, offset, src.shape[0], num_values)
     if src.shape[0]:
+        take_tools(&tools)
         with nogil:
-            status = pc_flat_write(code, &data[0], &data[0] + scale_offset, num_values, offset,
-                                   src.shape[0], &src[0], policy)
+            status = pc_flat_write(&tools, code, &data[0], &data[0] + scale_offset, num_values,
+                                   offset, src.shape[0], &src[0], policy)
     return status
 
 

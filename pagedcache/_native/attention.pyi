@@ -6,9 +6,6 @@ from pagedcache._native.rows import Slabs
 
 _Array = np.ndarray[Any, Any]
 
-MOST_THREADS: int
-
-def instruction_sets() -> tuple[list[str], int]: ...
 def attend(
     k: Slabs,
     v: Slabs,

@@ -9,6 +9,7 @@ call for itself and before it writes a byte.
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release
 from libc.stdint cimport int32_t, int64_t
 
+from pagedcache._native.machine cimport PC_MOST_THREADS, pc_runner, runner
 from pagedcache._native.rows cimport Slabs, open_rows
 from pagedcache._native.space cimport (
     PC_OK, PC_SEALED, pc_geometry, pc_num_places, pc_rows, pc_slab, pc_space,
@@ -18,8 +19,6 @@ from pagedcache.errors import (
 )
 
 cdef extern from "pagedcache/attend.h" nogil:
-    int PC_MOST_THREADS
-
     ctypedef struct pc_kv:
         const pc_space *space
         pc_slab slabs[2]
@@ -49,25 +48,12 @@ cdef extern from "pagedcache/attend.h" nogil:
 
     const pc_isa *pc_isas(int *count)
     int pc_usable_isas()
-    void pc_start_threads()
-    int pc_attend(const pc_attend_call *call, const pc_isa *isa, int threads, int64_t *wanted)
+    int pc_attend(const pc_attend_call *call, const pc_isa *isa, pc_runner run, int threads,
+                  int64_t *wanted)
 
-
-pc_start_threads()
 
 # Asked once: a virtual machine traps the instruction that asks.
 cdef int usable_isas = pc_usable_isas()
-
-#: Threads of one call at most.
-MOST_THREADS = PC_MOST_THREADS
-
-
-def instruction_sets():
-    """Names of the instruction sets this build has kernels for, best last, and how many of them,
-    counted from the first, this machine can run."""
-    cdef int i, count = 0
-    cdef const pc_isa *known = pc_isas(&count)
-    return [known[i].name.decode() for i in range(count)], usable_isas
 
 
 cdef int check_sequences(Slabs slabs, const int32_t[::1] places, const int64_t[::1] indptr,
@@ -106,13 +92,14 @@ def attend(Slabs k, Slabs v, int64_t layer, q, out, int dtype, const int32_t[::1
     """Fill ``out`` (3-D, as integers) with attention of ``q`` over the sequences' places.
 
     ``window`` and ``soft_cap``: 0 for none. ``sinks`` and ``lse`` may be None. ``isa``: index into
-    ``instruction_sets()``.
+    ``instruction_sets()`` of ``_native.machine``.
     """
     cdef Py_buffer q_view, out_view
     cdef pc_attend_call call
     cdef pc_geometry *geometry = &k.space.geometry[PC_SEALED]
     cdef pc_geometry *other = &v.space.geometry[PC_SEALED]
     cdef int known = 0
+    cdef pc_runner run = runner()
     cdef const pc_isa *isas = pc_isas(&known)
     cdef int64_t wanted = 0
     cdef int status = PC_OK
@@ -177,7 +164,7 @@ def attend(Slabs k, Slabs v, int64_t layer, q, out, int dtype, const int32_t[::1
             call.window = window
             call.causal = causal
             with nogil:
-                status = pc_attend(&call, &isas[isa], threads, &wanted)
+                status = pc_attend(&call, &isas[isa], run, threads, &wanted)
         finally:
             PyBuffer_Release(&out_view)
     finally:

@@ -12,6 +12,7 @@ from cpython.buffer cimport (
 from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.stdlib cimport calloc, free, malloc
 
+from pagedcache._native.machine cimport pc_tools, pc_useful_threads, take_tools
 from pagedcache._native.space cimport (
     PC_E_FORMAT, PC_FORMAT_bfloat16, PC_FORMAT_float16, PC_FORMAT_float32, PC_NUM_FORMATS, PC_OK,
     PC_OPEN, PC_SEALED, pc_buffer_values, pc_copy_block, pc_copy_tokens, pc_dtype_nbytes,
@@ -25,7 +26,7 @@ from pagedcache.errors import (
 
 
 cdef enum:
-    STACK_VALUES = 2048  # float32 values of a buffer that needs no heap
+    STACK_VALUES = 2048  # float32 values of buffers that need no heap
 
 
 cdef int open_rows(object array, int dtype, int flags, Py_buffer *view, pc_rows *rows) except -1:
@@ -51,15 +52,22 @@ cdef int check_lengths(int64_t first, int64_t second, str what) except -1:
     return 0
 
 
+cdef void close_tools(pc_tools *tools, float *small) noexcept:
+    if tools.buffer != small:
+        free(tools.buffer)
+
+
 def find_nonfinite(array, int dtype):
     """Return the flat index of the first NaN or Inf of 3-D rows (as integers), or -1."""
     cdef Py_buffer view
     cdef pc_rows rows
+    cdef pc_tools tools
     cdef int64_t index
+    take_tools(&tools)
     open_rows(array, dtype, 0, &view, &rows)
     try:
         with nogil:
-            index = pc_find_nonfinite(&rows, view.shape[0], view.shape[1], view.shape[2])
+            index = pc_find_nonfinite(&tools, &rows, view.shape[0], view.shape[1], view.shape[2])
     finally:
         PyBuffer_Release(&view)
     return index
@@ -238,8 +246,8 @@ cdef class Slabs:
         """
         cdef Py_buffer view
         cdef pc_rows rows
+        cdef pc_tools tools
         cdef float small[STACK_VALUES]
-        cdef float *buffer = NULL
         cdef int64_t n = slots.shape[0]
         cdef int status = PC_OK
         self.check_layer(layer)
@@ -248,13 +256,12 @@ cdef class Slabs:
             self.check_shape(&view, n)
             self.check_store(slots)
             if n > 0:
-                buffer = self.buffer(small)
+                self.open_tools(&tools, small, view.len)
                 with nogil:
-                    status = pc_store_rows(&self.space, &self.slabs[2 * layer], &rows, &slots[0],
-                                           n, policy, buffer)
+                    status = pc_store_rows(&tools, &self.space, &self.slabs[2 * layer], &rows,
+                                           &slots[0], n, policy)
+                close_tools(&tools, small)
         finally:
-            if buffer != small:
-                free(buffer)
             PyBuffer_Release(&view)
         return status
 
@@ -262,8 +269,8 @@ cdef class Slabs:
         """Fill ``array`` (3-D, as integers) with tokens ``first …`` of the places."""
         cdef Py_buffer view
         cdef pc_rows rows
+        cdef pc_tools tools
         cdef float small[STACK_VALUES]
-        cdef float *buffer = NULL
         cdef int64_t n, available
         self.check_layer(layer)
         open_rows(array, dtype, PyBUF_WRITABLE, &view, &rows)
@@ -275,60 +282,60 @@ cdef class Slabs:
                 raise InvalidPositionError(first, available, f"{n} tokens from there on")
             self.check_places(places)
             if n > 0:
-                buffer = self.buffer(small)
+                self.open_tools(&tools, small, view.len)
                 with nogil:
-                    pc_load_rows(&self.space, &self.slabs[2 * layer], &places[0], first, &rows,
-                                 n, buffer)
+                    pc_load_rows(&tools, &self.space, &self.slabs[2 * layer], &places[0], first,
+                                 &rows, n)
+                close_tools(&tools, small)
         finally:
-            if buffer != small:
-                free(buffer)
             PyBuffer_Release(&view)
 
-    cdef float *buffer(self, float *small) except NULL:
-        """What the loops need for a whole call: the caller's stack, or the heap if it is large."""
-        cdef int64_t values = pc_buffer_values(&self.space)
-        cdef float *buffer
-        if values <= STACK_VALUES:
-            return small
-        buffer = <float *> malloc(<size_t> values * sizeof(float))
-        if buffer == NULL:
-            raise StorageMemoryError(values * sizeof(float), "a row buffer")
-        return buffer
+    cdef int open_tools(self, pc_tools *tools, float *small, int64_t nbytes) except -1:
+        """Codec, threads and buffers for a call that moves ``nbytes`` outside rows: the buffers
+        are the caller's stack, or on the heap if they are large."""
+        cdef int64_t values
+        take_tools(tools)
+        tools.threads = pc_useful_threads(tools.threads, nbytes)
+        values = tools.threads * pc_buffer_values(&self.space)
+        tools.buffer = small
+        if values > STACK_VALUES:
+            tools.buffer = <float *> malloc(<size_t> values * sizeof(float))
+            if tools.buffer == NULL:
+                raise StorageMemoryError(values * sizeof(float), "row buffers")
+        return 0
 
     def copy(self, const int32_t[::1] src, const int32_t[::1] dst, const int32_t[::1] rows):
         """Copy the first ``rows[i]`` token rows of block ``src[i]`` to ``dst[i]``, every layer.
 
         From an open to a sealed place the rows are quantised, the other way round read back.
         """
+        cdef pc_tools tools
         cdef float small[STACK_VALUES]
-        cdef float *buffer
         cdef int64_t i, n = src.shape[0]
         cdef int layer
         self.check_copies(src, dst, rows)
-        buffer = self.buffer(small)
+        self.open_tools(&tools, small, 0)
         with nogil:
             for layer in range(self.num_layers):
                 for i in range(n):
-                    pc_copy_block(&self.space, &self.slabs[2 * layer], src[i], dst[i], rows[i],
-                                  buffer)
-        if buffer != small:
-            free(buffer)
+                    pc_copy_block(&tools, &self.space, &self.slabs[2 * layer], src[i], dst[i],
+                                  rows[i])
+        close_tools(&tools, small)
 
     def copy_tokens(self, const int64_t[::1] src, const int64_t[::1] dst):
         """Copy the token at slot ``src[i]`` to slot ``dst[i]``, every layer, as :meth:`copy`."""
+        cdef pc_tools tools
         cdef float small[STACK_VALUES]
-        cdef float *buffer
         cdef int64_t i, n = src.shape[0], size = self.space.geometry[PC_SEALED].block_size
         cdef int layer
         self.check_copy_tokens(src, dst)
-        buffer = self.buffer(small)
+        self.open_tools(&tools, small, 0)
         with nogil:
             for layer in range(self.num_layers):
                 for i in range(n):
-                    pc_copy_tokens(&self.space, &self.slabs[2 * layer], src[i] // size,
-                                   src[i] % size, dst[i] // size, dst[i] % size, 1, buffer)
-        if buffer != small:
-            free(buffer)
+                    pc_copy_tokens(&tools, &self.space, &self.slabs[2 * layer], src[i] // size,
+                                   src[i] % size, dst[i] // size, dst[i] % size, 1)
+        close_tools(&tools, small)
 
     def move(self, const int32_t[::1] src, const int32_t[::1] dst, uint8_t[::1] scratch):
         """Move whole sealed blocks in every layer; -1 is ``scratch`` (at least block_nbytes)."""

@@ -1,6 +1,8 @@
 """The C side of slabs, as Cython sees it: ``include/pagedcache/copies.h`` and what it includes."""
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
+from pagedcache._native.machine cimport pc_tools
+
 cdef extern from "pagedcache/copies.h" nogil:
     int PC_OK
     int PC_E_FORMAT
@@ -43,16 +45,18 @@ cdef extern from "pagedcache/copies.h" nogil:
     int64_t pc_num_places(const pc_space *space)
     int64_t pc_buffer_values(const pc_space *space)
     int64_t pc_dtype_nbytes(int dtype)
-    int pc_store_rows(const pc_space *space, const pc_slab *slabs, const pc_rows *rows,
-                      const int64_t *slots, int64_t n, int policy, float *buffer)
-    void pc_load_rows(const pc_space *space, const pc_slab *slabs, const int32_t *places,
-                      int64_t first, const pc_rows *rows, int64_t n, float *buffer)
-    int64_t pc_find_nonfinite(const pc_rows *rows, int64_t n, int64_t num_heads,
-                              int64_t head_dim)
-    void pc_copy_tokens(const pc_space *space, const pc_slab *slabs, int64_t src,
-                        int64_t src_offset, int64_t dst, int64_t dst_offset, int64_t count,
-                        float *buffer)
-    void pc_copy_block(const pc_space *space, const pc_slab *slabs, int64_t src, int64_t dst,
-                       int64_t rows, float *buffer)
+    int pc_store_rows(const pc_tools *tools, const pc_space *space, const pc_slab *slabs,
+                      const pc_rows *rows, const int64_t *slots, int64_t n, int policy)
+    void pc_load_rows(const pc_tools *tools, const pc_space *space, const pc_slab *slabs,
+                      const int32_t *places, int64_t first, const pc_rows *rows, int64_t n)
+    void pc_copy_tokens(const pc_tools *tools, const pc_space *space, const pc_slab *slabs,
+                        int64_t src, int64_t src_offset, int64_t dst, int64_t dst_offset,
+                        int64_t count)
+    void pc_copy_block(const pc_tools *tools, const pc_space *space, const pc_slab *slabs,
+                       int64_t src, int64_t dst, int64_t rows)
     void pc_move_block(const pc_geometry *geometry, const pc_slab *slab, uint8_t *scratch,
                        int64_t src, int64_t dst)
+
+cdef extern from "pagedcache/nonfinite.h" nogil:
+    int64_t pc_find_nonfinite(const pc_tools *tools, const pc_rows *rows, int64_t n,
+                              int64_t num_heads, int64_t head_dim)

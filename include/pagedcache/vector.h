@@ -1,7 +1,7 @@
 /*
- * Vectors of PC_WIDTH float32 for the attention kernels: the few operations in which instruction
- * sets differ. Included once per instruction set, by attend_isa.h; everything built on it is the
- * same text for all.
+ * Vectors of PC_WIDTH float32: the few operations in which instruction sets differ. Included once
+ * per instruction set, by attend_all.h and codec_all.h; everything built on it is the same text for
+ * all.
  *
  * PC_ISA: suffix of all names; PC_WIDTH: 16 (AVX-512), 8 (AVX2 with FMA and F16C), 4 (SSE2, NEON)
  * or 1 (any compiler); PC_TARGET: attribute of functions that may use the instructions.
@@ -48,11 +48,11 @@ PC_VECTOR vi V(as_bits)(vf value) {
 }
 
 #if PC_WIDTH == 16
-#include "attend_vector_avx512.h"
+#include "vector_avx512.h"
 #elif PC_WIDTH == 8
-#include "attend_vector_avx2.h"
+#include "vector_avx2.h"
 #else
-#include "attend_vector_any.h"
+#include "vector_any.h"
 #endif
 
 #if PC_WIDTH != 16 /* which looks them up */

@@ -1,4 +1,4 @@
-/* The operations of attend_vector.h with AVX2, FMA and F16C; attend_vector_avx512.h says what they
+/* The operations of vector.h with AVX2, FMA and F16C; vector_avx512.h says what they
  * do. */
 #if defined(PC_ISA) && PC_WIDTH == 8
 

@@ -1,4 +1,4 @@
-/* The operations of attend_vector.h with AVX-512 (F, BW, DQ, VL). What they do is said here. */
+/* The operations of vector.h with AVX-512 (F, BW, DQ, VL). What they do is said here. */
 #if defined(PC_ISA) && PC_WIDTH == 16
 
 PC_VECTOR vf V(all)(float x) {

@@ -1,5 +1,5 @@
-/* The operations of attend_vector.h for every compiler, with NEON's fused multiply-add where that
- * is there; attend_vector_avx512.h says what they do. */
+/* The operations of vector.h for every compiler, with NEON's fused multiply-add where that
+ * is there; vector_avx512.h says what they do. */
 #if defined(PC_ISA) && PC_WIDTH <= 4
 
 PC_VECTOR vf V(all)(float x) {
@@ -32,11 +32,17 @@ PC_VECTOR vf V(max)(vf a, vf b) {
 }
 
 PC_VECTOR vf V(half)(const uint8_t *from) {
+#if defined(__ARM_NEON) && PC_WIDTH == 4
+    float16x4_t halves;
+    memcpy(&halves, from, sizeof halves);
+    return (vf)vcvt_f32_f16(halves);
+#else
     float x[PC_WIDTH];
     for (int i = 0; i < PC_WIDTH; i++) {
         x[i] = pc_load_half(from + 2 * i);
     }
     return V(load)(x);
+#endif
 }
 
 PC_VECTOR vf V(int8)(const uint8_t *from) {
