@@ -32,7 +32,7 @@ from pagedcache.cli.bench.rows import Options, Row
 from pagedcache.formats import FORMATS
 from pagedcache.sizes import parse_size
 
-_LINE = re.compile(r"\s*([\d,]+) \([ \d.]+%\)\s+\S*?:([^\[\s][^\[]*?)(?: \[(.*)\])?\s*$")
+_LINE = re.compile(r"\s*([\d,]+) \([ \d.]+%\)\s+\S*?:([^\[\s][^\[]*?)(?: \[.*\])?\s*$")
 _SHOWN = 12  # functions
 
 
@@ -134,13 +134,12 @@ def instructions(options: argparse.Namespace, calls: int, out: Path) -> Counter[
 
 
 def parse(listed: str) -> Counter[str]:
-    """Self cost by ``function [library]`` of what ``callgrind_annotate`` prints."""
+    """Self cost by function of what ``callgrind_annotate`` prints."""
     found: Counter[str] = Counter()
     for line in listed.splitlines():
         match = _LINE.match(line)
         if match:
-            library = f" [{Path(match[3]).name}]" if match[3] else ""
-            found[f"{match[2]}{library}"] += int(match[1].replace(",", ""))
+            found[match[2]] += int(match[1].replace(",", ""))
     return found
 
 
