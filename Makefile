@@ -50,7 +50,7 @@ ci:  ## everything
 selftest:  ## the library judges itself on this machine
 	$(PYTHON) -m pagedcache selftest
 
-bench:  ## convert, quantize, store, gather, pool, prefix
+bench:  ## every area beside a copy, and beside the peers that are installed
 	$(PYTHON) -m pagedcache bench -o md
 
 clean:
