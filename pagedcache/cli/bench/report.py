@@ -80,7 +80,7 @@ def _heads(runs: Sequence[Run]) -> list[str]:
     lines = []
     for number, run in enumerate(runs, 1):
         if len(runs) > 1:
-            lines += ["", f"Run {number}:", ""]
+            lines += [""] * (number > 1) + [f"Run {number}:", ""]
         lines += [f"- {name}: {text}" for name, text in describe(run.facts)]
     return lines
 

@@ -21,6 +21,7 @@ def timed(function: Callable[[], object]) -> Timer:
     def measure() -> float:
         nonlocal repeats
         if not repeats:
+            function()  # the first call may fault pages in: it says nothing about the others
             began = time.perf_counter()
             function()
             once = time.perf_counter() - began
