@@ -283,7 +283,7 @@ int main(int argc, char **argv) {
     all[count].name = "plain";
     all[count++].codec = &pc_plain_codec;
     for (long round = 0; round < rounds && wrong < 20; round++) {
-        for (int code = 0; code < PC_FORMAT_q4k; code++) wrong += check_rows(all, count, code);
+        for (int code = 0; code < PC_NUM_FORMATS; code++) wrong += check_rows(all, count, code);
         wrong += check_channels(all, count) + check_bounds(all, count) + check_streams(all, count);
     }
     printf("%d codecs, %ld wrong\n", count, wrong);

@@ -66,6 +66,11 @@ PC_INLINE uint32_t pc_most_bits(int dtype, int code) {
     return 0x477Fu; /* 65280: the next bfloat16 is 65536 */
 }
 
+/* The format whose groups of 32 values in line are worked out as those of `code` are. */
+PC_INLINE int pc_rule_of(int code) {
+    return code == PC_FORMAT_q4k ? PC_FORMAT_q4_1 : code;
+}
+
 /* Rows that follow one another at both ends, in whole groups, are one long row. */
 PC_INLINE void pc_join_rows(pc_span *span, pc_place *place) {
     const int64_t num_values = span->num_values;

@@ -40,6 +40,7 @@ PC_FUNCTION int V(encode)(const pc_span *from, const pc_place *to, int policy) {
         PC_EACH_DTYPE(PC_CASE, PC_FORMAT_q8_0)
         PC_EACH_DTYPE(PC_CASE, PC_FORMAT_q4_0)
         PC_EACH_DTYPE(PC_CASE, PC_FORMAT_q4_1)
+        PC_EACH_DTYPE(PC_CASE, PC_FORMAT_q4k)
 #undef PC_CASE
     default: return pc_plain_encode(from, to, policy);
     }
@@ -65,6 +66,7 @@ PC_FUNCTION void V(decode)(const pc_place *from, const pc_span *to) {
         PC_EACH_DTYPE(PC_CASE, PC_FORMAT_q8_0)
         PC_EACH_DTYPE(PC_CASE, PC_FORMAT_q4_0)
         PC_EACH_DTYPE(PC_CASE, PC_FORMAT_q4_1)
+        PC_EACH_DTYPE(PC_CASE, PC_FORMAT_q4k)
 #undef PC_CASE
     default: pc_plain_decode(from, to);
     }

@@ -41,7 +41,7 @@ PC_VECTOR void V(decode_quantised)(const int code, const pc_place *from, const i
         uint8_t *to = span->at + row * span->step;
         for (int64_t group = 0; group < full; group++) {
             vf x[V(per_group)];
-            V(read_group)(code, data + (planar ? 0 : f.scale_nbytes), scale, x);
+            V(read_group)(pc_rule_of(code), data + (planar ? 0 : f.scale_nbytes), scale, x);
             if (!V(put_group)(dtype, x, to)) {
                 pc_decode_rest(code, data, scale, PC_GROUP, dtype, to);
             }

@@ -199,8 +199,10 @@ typedef struct {
     uint8_t *data[2], *scales[2];
 } V(pairs);
 
-PC_VECTOR int V(encode_four)(const int code, const int dtype, const V(pairs) * pairs, int policy) {
-    const pc_format f = pc_format_of(code);
+PC_VECTOR int V(encode_four)(const int stored_code, const int dtype, const V(pairs) * pairs,
+                             int policy) {
+    const pc_format f = pc_format_of(stored_code);
+    const int code = pc_rule_of(stored_code);
     const int planar = f.packing == PC_PACK_PLANAR;
     const int64_t nbytes = PC_GROUP * pc_dtype_nbytes(dtype);
     const int64_t step = f.quant_nbytes + (planar ? 0 : f.scale_nbytes);
@@ -213,8 +215,8 @@ PC_VECTOR int V(encode_four)(const int code, const int dtype, const V(pairs) * p
     if (!four.ordinary) {
         int status = PC_OK;
         for (int i = 0; i < 2 && status == PC_OK; i++) {
-            status = pc_encode_rest(code, dtype, pairs->from[i], 2 * PC_GROUP, pairs->data[i],
-                                    pairs->scales[i], policy);
+            status = pc_encode_rest(stored_code, dtype, pairs->from[i], 2 * PC_GROUP,
+                                    pairs->data[i], pairs->scales[i], policy);
         }
         return status;
     }
