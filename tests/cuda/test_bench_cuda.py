@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,22 @@ def bench(capsys: Capture, *argv: str) -> list[dict[str, Any]]:
         assert (row["gbps_moved"] is None) == (row["pct_of_copy"] is None)
         assert (row["peer"] is None) == (row["peer_ratio"] is None)
     return rows
+
+
+def test_a_report_names_the_gpu_and_judges_by_its_targets(capsys: Capture, tmp_path: Path) -> None:
+    bench(capsys, "gather", "--format", "q8", "--write", str(readme(tmp_path)))
+    text = (tmp_path / "README.md").read_text()
+    ordinal = 0
+    name = pytest.importorskip("pycuda.driver").Device(ordinal).name()
+    assert f", {name}, device cuda:{ordinal}; " in text
+    assert "| gather | ≥ 85 % of copy |" in text and "import pagedcache" not in text
+    assert "| attention | ≥ 80 % of a plain read | not measured | – |" in text
+
+
+def readme(folder: Path) -> Path:
+    page = folder / "README.md"
+    page.write_text("<!-- bench -->\n<!-- /bench -->\n")
+    return page
 
 
 def test_store_and_gather_rows(capsys: Capture) -> None:
