@@ -8,6 +8,7 @@ of them of the kind that needs no conversion? Then the ledger pins and the nativ
 the long way. Anything else it declines before it changes anything, and the long way does, or
 refuses, what it is. So the door words no errors of its own.
 """
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.float cimport FLT_MAX, FLT_MIN
 from libc.stdint cimport int64_t
 
@@ -15,10 +16,11 @@ import math
 
 import numpy as np
 
-from pagedcache._native.rows import find_nonfinite
+from pagedcache._native.rows cimport Slabs, find_nonfinite_at
+from pagedcache._native.space cimport pc_rows
 from pagedcache.bookkeeping import SlotMapping
 from pagedcache.formats import FORMATS, get_policy
-from pagedcache.plain cimport PlainArrays, overlap, plain_t
+from pagedcache.plain cimport PlainArrays, close_plain, overlap, plain_t
 from pagedcache.sequence import Sequence
 from pagedcache.storage.base import RAISE
 from pagedcache.storage.cpu import empty_rows
@@ -48,7 +50,7 @@ cdef class Door:
     ``ledger``: pins. ``storage``: a ``CpuStorage``; the door keeps its slabs, not itself.
     """
     cdef object pin_mapping, pin_range, pin_reads, read_ends
-    cdef object k, v                 # Slabs
+    cdef Slabs k, v
     cdef PlainArrays arrays
     cdef bint k_first, looks_at_k, looks_at_v
     cdef int policy, code            # the code: of what gather() makes by default
@@ -76,32 +78,48 @@ cdef class Door:
 
         Raises what the ledger raises about the mapping.
         """
-        cdef int64_t at = plain_int(layer, 0, self.most_layer), num_tokens
+        cdef int64_t at = plain_int(layer, 0, self.most_layer)
         cdef plain_t of_k, of_v
+        cdef Py_buffer slots
         if at < 0 or type(mapping) is not SlotMapping:
             return False
-        num_tokens = len(mapping)
-        if not (self.arrays.look_at_rows(k, num_tokens, &of_k)
-                and self.arrays.look_at_rows(v, num_tokens, &of_v)
-                and self.arrays.apart(&of_k, at) and self.arrays.apart(&of_v, at)):
+        of_k.held = of_v.held = False
+        PyObject_GetBuffer(mapping.place_slots, &slots, PyBUF_SIMPLE)
+        try:
+            return self._store(at, k, v, mapping, slots.len // 8, <const int64_t *> slots.buf,
+                               &of_k, &of_v)
+        finally:
+            PyBuffer_Release(&slots)
+            close_plain(&of_v)
+            close_plain(&of_k)
+
+    cdef bint _store(self, int64_t layer, object k, object v, object mapping, int64_t n,
+                     const int64_t *slots, plain_t *of_k, plain_t *of_v) except -1:
+        cdef pc_rows rows[2]
+        cdef int64_t heads = self.arrays.num_heads, dim = self.arrays.head_dim
+        if not (self.arrays.look_at_rows(k, n, of_k) and self.arrays.look_at_rows(v, n, of_v)
+                and self.arrays.apart(of_k, layer) and self.arrays.apart(of_v, layer)):
             return False
-        k = self.arrays.as_rows(k, &of_k, self.arrays.num_heads)
-        v = self.arrays.as_rows(v, &of_v, self.arrays.num_heads)
-        if self.looks_at_k and find_nonfinite(k, of_k.code) >= 0:
+        rows[0] = self.arrays.rows_of(of_k)
+        rows[1] = self.arrays.rows_of(of_v)
+        if self.looks_at_k and find_nonfinite_at(&rows[0], n, heads, dim) >= 0:
             return False
-        if self.looks_at_v and find_nonfinite(v, of_v.code) >= 0:
+        if self.looks_at_v and find_nonfinite_at(&rows[1], n, heads, dim) >= 0:
             return False
         pin = self.pin_mapping(mapping)
         try:
-            slots = pin.slots
             # A status is a value that became NaN meanwhile: the long way looks again.
             if self.k_first:
-                return not (self.k.store(at, k, of_k.code, slots, self.policy)
-                            or self.v.store(at, v, of_v.code, slots, self.policy))
-            return not (self.v.store(at, v, of_v.code, slots, self.policy)
-                        or self.k.store(at, k, of_k.code, slots, self.policy))
+                return not (self._put(self.k, layer, &rows[0], of_k, slots, n)
+                            or self._put(self.v, layer, &rows[1], of_v, slots, n))
+            return not (self._put(self.v, layer, &rows[1], of_v, slots, n)
+                        or self._put(self.k, layer, &rows[0], of_k, slots, n))
         finally:
             pin.release()
+
+    cdef int _put(self, Slabs slabs, int64_t layer, const pc_rows *rows, const plain_t *found,
+                  const int64_t *slots, int64_t n) except -1:
+        return slabs.store_at(layer, rows, found.view.len, slots, n, self.policy)
 
     def gather(self, state, layer, start, stop, out):
         """``Sequence.gather`` of a plain call -> (K, V); None if it is none.
@@ -111,7 +129,6 @@ cdef class Door:
         cdef int64_t at = plain_int(layer, 0, self.most_layer)
         cdef int64_t first = plain_int(start, 0, 2**48), last, n
         cdef int code = self.code
-        cdef plain_t of_k, of_v
         if at < 0 or first < 0:
             return None
         if stop is None:
@@ -125,10 +142,9 @@ cdef class Door:
             if (type(out) is not tuple and type(out) is not list) or len(out) != 2:
                 return None
             k, v = out
-            if not (self.can_fill(k, n, &of_k) and self.can_fill(v, n, &of_v)
-                    and of_k.code == of_v.code and not overlap(&of_k.bytes, &of_v.bytes)):
+            code = self.can_fill(k, v, n)
+            if code < 0:
                 return None
-            code = of_k.code
         pin = self.pin_range(state, first, last, at)
         try:
             if out is None:
@@ -142,26 +158,51 @@ cdef class Door:
             pin.release()
         return k, v
 
-    cdef bint can_fill(self, object x, int64_t num_tokens, plain_t *found) except -1:
-        return (self.arrays.look_at_rows(x, num_tokens, found) and found.ndim == 3
-                and found.dense and found.writable and self.arrays.apart(found, -1))
+    cdef int can_fill(self, object k, object v, int64_t num_tokens) except -2:
+        """The code of the dtype of two arrays if both can be filled as they are, or -1."""
+        cdef plain_t of_k, of_v
+        of_k.held = of_v.held = False
+        try:
+            if (self.arrays.look_at_rows(k, num_tokens, &of_k)
+                    and self.arrays.look_at_rows(v, num_tokens, &of_v)
+                    and self.fillable(&of_k) and self.fillable(&of_v)
+                    and of_k.ndim == 3 and of_v.ndim == 3
+                    and of_k.code == of_v.code and not overlap(&of_k.bytes, &of_v.bytes)):
+                return of_k.code
+            return -1
+        finally:
+            close_plain(&of_v)
+            close_plain(&of_k)
+
+    cdef bint fillable(self, const plain_t *found) noexcept:
+        return found.dense and not found.view.readonly and self.arrays.apart(found, -1)
 
     def attend(self, cache, layer, q, seqs, q_lens, lengths, out, scale, causal, window, soft_cap):
         """``PagedKVCache.attend`` of a plain call -> its result; None if it is none.
 
         Raises what the ledger raises about the sequences, and StorageMemoryError.
         """
+        cdef plain_t of_q, of_out
+        of_q.held = of_out.held = False
+        try:
+            return self._attend(cache, layer, q, seqs, q_lens, lengths, out, scale, causal, window,
+                                soft_cap, &of_q, &of_out)
+        finally:
+            close_plain(&of_out)
+            close_plain(&of_q)
+
+    cdef object _attend(self, cache, layer, q, seqs, q_lens, lengths, out, scale, causal, window,
+                        soft_cap, plain_t *of_q, plain_t *of_out):
         cdef int64_t at = plain_int(layer, 0, self.most_layer)
         cdef int64_t heads, behind = 0, num_seqs
-        cdef plain_t of_q, of_out
         cdef double factor = self.scale, cap = 0
-        if at < 0 or not self.arrays.look(q, &of_q):
+        if at < 0 or not self.arrays.look(q, of_q):
             return None
         if of_q.ndim == 3:
-            heads = of_q.shape[1] if of_q.shape[2] == self.arrays.head_dim else 0
+            heads = of_q.view.shape[1] if of_q.view.shape[2] == self.arrays.head_dim else 0
         else:
-            heads = of_q.shape[1] // self.arrays.head_dim
-            if heads * self.arrays.head_dim != of_q.shape[1]:
+            heads = of_q.view.shape[1] // self.arrays.head_dim
+            if heads * self.arrays.head_dim != of_q.view.shape[1]:
                 return None
         if heads < 1 or heads % self.arrays.num_heads != 0:
             return None
@@ -184,10 +225,10 @@ cdef class Door:
             return None
         num_seqs = len(states)
         if q_lens is not None:
-            counts = plain_numbers(q_lens, num_seqs, of_q.shape[0])
+            counts = plain_numbers(q_lens, num_seqs, of_q.view.shape[0])
         elif num_seqs == 1:
-            counts = numbers_like(of_q.shape[0], 1)
-        elif num_seqs == of_q.shape[0]:
+            counts = numbers_like(of_q.view.shape[0], 1)
+        elif num_seqs == of_q.view.shape[0]:
             counts = numbers_like(1, num_seqs)
         else:
             return None
@@ -200,17 +241,16 @@ cdef class Door:
         if out is None:
             result = empty_rows(q.shape, formats[of_q.code])
         else:
-            if not (self.arrays.look(out, &of_out) and of_out.code == of_q.code
-                    and of_out.dense and of_out.writable and out.shape == q.shape
-                    and not overlap(&of_out.bytes, &of_q.bytes)
-                    and self.arrays.apart(&of_out, -1)):
+            if not (self.arrays.look(out, of_out) and of_out.code == of_q.code
+                    and self.fillable(of_out) and out.shape == q.shape
+                    and not overlap(&of_out.bytes, &of_q.bytes)):
                 return None
             result = out
         lengths = self.read_ends(states, lengths, counts, at)
         pin, indptr = self.pin_reads(states, lengths, at)
         try:
-            run(self.k, self.v, at, self.arrays.as_rows(q, &of_q, heads),
-                self.arrays.as_rows(result, &of_q, heads), of_q.code, pin.places, indptr,
+            run(self.k, self.v, at, self.arrays.as_rows(q, of_q, heads),
+                self.arrays.as_rows(result, of_q, heads), of_q.code, pin.places, indptr,
                 lengths, counts, numbers_like(0, num_seqs), factor, causal, behind, cap, None, None)
         finally:
             pin.release()

@@ -1,15 +1,17 @@
 from libc.stdint cimport int64_t, uintptr_t
 
+from pagedcache._native.space cimport pc_rows
+
 cdef struct extent_t:                # bytes of memory: low <= address < high
     uintptr_t low
     uintptr_t high
 
-cdef struct plain_t:                 # what was seen of a plain array
+cdef struct plain_t:                 # a plain array, held until close_plain()
+    Py_buffer view
+    bint held
     int code                         # of its dtype
     int ndim                         # 2 or 3
-    int64_t shape[3]
     extent_t bytes
-    bint writable
     bint dense                       # C-contiguous
 
 cdef class PlainArrays:
@@ -20,6 +22,8 @@ cdef class PlainArrays:
     cdef bint look(self, object x, plain_t *found) except -1
     cdef bint look_at_rows(self, object x, int64_t num_tokens, plain_t *found) except -1
     cdef bint apart(self, const plain_t *found, int64_t layer) noexcept
+    cdef pc_rows rows_of(self, const plain_t *found) noexcept
     cdef object as_rows(self, object x, const plain_t *found, int64_t num_heads)
 
+cdef void close_plain(plain_t *found) noexcept
 cdef bint overlap(const extent_t *a, const extent_t *b) noexcept

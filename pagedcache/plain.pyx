@@ -7,11 +7,12 @@ machine's byte order, aligned, of rank 2 or 3. Whoever finds another array leave
 ``pagedcache.arrays``, which converts it or says what is wrong with it.
 """
 from cpython.buffer cimport PyBUF_STRIDES, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
 import numpy as np
 
+from pagedcache._native.space cimport pc_rows
 from pagedcache.arrays import row_dtypes
 from pagedcache.errors import StorageMemoryError
 
@@ -66,6 +67,12 @@ cdef bint dense(const Py_buffer *view) noexcept:
     return True
 
 
+cdef void close_plain(plain_t *found) noexcept:
+    """Let go of an array that was looked at; nothing where it was not."""
+    if found.held:
+        PyBuffer_Release(&found.view)
+
+
 cdef bint overlap(const extent_t *a, const extent_t *b) noexcept:
     return a.low < b.high and b.low < a.high
 
@@ -102,35 +109,29 @@ cdef class PlainArrays:
         free(self.slabs)
 
     cdef bint look(self, object x, plain_t *found) except -1:
-        """Whether an array is plain, and what there is to know of it."""
-        cdef Py_buffer view
-        cdef int i
+        """Whether an array is plain, and what there is to know of it, to be closed either way."""
+        found.held = False
         if type(x) is not ndarray:
             return False
         code = codes().get(x.dtype)
         if code is None:
             return False
-        PyObject_GetBuffer(x, &view, PyBUF_STRIDES)
-        found.ndim = view.ndim
-        if 2 <= view.ndim <= 3 and aligned(&view):
-            found.code = code
-            for i in range(view.ndim):
-                found.shape[i] = view.shape[i]
-            found.bytes = extent(&view)
-            found.writable = not view.readonly
-            found.dense = dense(&view)
-        else:
-            found.ndim = 0
-        PyBuffer_Release(&view)
-        return found.ndim > 0
+        PyObject_GetBuffer(x, &found.view, PyBUF_STRIDES)
+        found.held = True
+        found.code = code
+        found.ndim = found.view.ndim
+        found.bytes = extent(&found.view)
+        found.dense = dense(&found.view)
+        return 2 <= found.ndim <= 3 and aligned(&found.view)
 
     cdef bint look_at_rows(self, object x, int64_t num_tokens, plain_t *found) except -1:
         """:meth:`look` for K or V ``[num_tokens, heads, head_dim]`` or with both axes in one."""
-        if not self.look(x, found) or found.shape[0] != num_tokens:
+        cdef const Py_buffer *view = &found.view
+        if not self.look(x, found) or view.shape[0] != num_tokens:
             return False
         if found.ndim == 2:
-            return found.shape[1] == self.num_heads * self.head_dim
-        return found.shape[1] == self.num_heads and found.shape[2] == self.head_dim
+            return view.shape[1] == self.num_heads * self.head_dim
+        return view.shape[1] == self.num_heads and view.shape[2] == self.head_dim
 
     cdef bint apart(self, const plain_t *found, int64_t layer) noexcept:
         """Whether an array lies outside the slabs of a layer; of all layers for -1."""
@@ -144,8 +145,20 @@ cdef class PlainArrays:
             i += 1
         return True
 
+    cdef pc_rows rows_of(self, const plain_t *found) noexcept:
+        """K or V as native code takes it."""
+        cdef pc_rows rows
+        cdef int last = found.ndim - 1
+        rows.base = <uint8_t *> found.view.buf
+        rows.token_stride = found.view.strides[0]
+        rows.value_stride = found.view.strides[last]
+        rows.head_stride = (found.view.strides[1] if last == 2
+                            else self.head_dim * rows.value_stride)
+        rows.dtype = found.code
+        return rows
+
     cdef object as_rows(self, object x, const plain_t *found, int64_t num_heads):
         """The array with an axis for heads and one for values; no copy."""
         if found.ndim == 3:
             return x
-        return x.reshape(found.shape[0], num_heads, self.head_dim)
+        return x.reshape(found.view.shape[0], num_heads, self.head_dim)

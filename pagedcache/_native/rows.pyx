@@ -61,15 +61,21 @@ def find_nonfinite(array, int dtype):
     """Return the flat index of the first NaN or Inf of 3-D rows (as integers), or -1."""
     cdef Py_buffer view
     cdef pc_rows rows
+    open_rows(array, dtype, 0, &view, &rows)
+    try:
+        return find_nonfinite_at(&rows, view.shape[0], view.shape[1], view.shape[2])
+    finally:
+        PyBuffer_Release(&view)
+
+
+cdef int64_t find_nonfinite_at(const pc_rows *rows, int64_t n, int64_t num_heads,
+                               int64_t head_dim) except -2:
+    """The same of rows that are described already."""
     cdef pc_tools tools
     cdef int64_t index
     take_tools(&tools)
-    open_rows(array, dtype, 0, &view, &rows)
-    try:
-        with nogil:
-            index = pc_find_nonfinite(&tools, &rows, view.shape[0], view.shape[1], view.shape[2])
-    finally:
-        PyBuffer_Release(&view)
+    with nogil:
+        index = pc_find_nonfinite(&tools, rows, n, num_heads, head_dim)
     return index
 
 
@@ -173,11 +179,15 @@ cdef class Slabs:
 
     def check_slots(self, const int64_t[::1] slots, int64_t low=-1):
         """Raise SlotError for the first slot outside ``low … num_places * block_size - 1``."""
-        cdef int64_t i, n = slots.shape[0]
+        self.check_slots_at(&slots[0] if slots.shape[0] > 0 else NULL, slots.shape[0], low)
+
+    cdef int check_slots_at(self, const int64_t *slots, int64_t n, int64_t low) except -1:
+        cdef int64_t i
         cdef int64_t end = pc_num_places(&self.space) * self.space.geometry[PC_SEALED].block_size
         for i in range(n):
             if slots[i] < low or slots[i] >= end:
                 raise SlotError(slots[i], f"outside {low}…{end - 1} (index {i} of the mapping)")
+        return 0
 
     def check_store(self, const int64_t[::1] slots):
         """Raise SlotError unless :meth:`store` may write these slots.
@@ -185,11 +195,14 @@ cdef class Slabs:
         They are in range, and where groups run along the tokens, those of a sealed block are
         all of that block's, in order.
         """
+        self.check_store_at(&slots[0] if slots.shape[0] > 0 else NULL, slots.shape[0])
+
+    cdef int check_store_at(self, const int64_t *slots, int64_t n) except -1:
         cdef int64_t i = 0, j, size = self.space.geometry[PC_SEALED].block_size
-        cdef int64_t n = slots.shape[0], sealed = self.space.num_blocks * size
-        self.check_slots(slots)
+        cdef int64_t sealed = self.space.num_blocks * size
+        self.check_slots_at(slots, n, -1)
         if not self.space.geometry[PC_SEALED].token_groups:
-            return
+            return 0
         while i < n:
             if slots[i] < 0 or slots[i] >= sealed:
                 i += 1
@@ -200,6 +213,7 @@ cdef class Slabs:
                         slots[i], "a block whose scales run along its tokens is written whole: "
                         f"all {size} slots of it, in order (index {i} of the mapping)")
             i += size
+        return 0
 
     def check_places(self, const int32_t[::1] places):
         """Raise BlockError for the first place outside ``0 … num_places - 1``."""
@@ -246,23 +260,29 @@ cdef class Slabs:
         """
         cdef Py_buffer view
         cdef pc_rows rows
-        cdef pc_tools tools
-        cdef float small[STACK_VALUES]
         cdef int64_t n = slots.shape[0]
-        cdef int status = PC_OK
         self.check_layer(layer)
         open_rows(array, dtype, 0, &view, &rows)
         try:
             self.check_shape(&view, n)
-            self.check_store(slots)
-            if n > 0:
-                self.open_tools(&tools, small, view.len)
-                with nogil:
-                    status = pc_store_rows(&tools, &self.space, &self.slabs[2 * layer], &rows,
-                                           &slots[0], n, policy)
-                close_tools(&tools, small)
+            return self.store_at(layer, &rows, view.len, &slots[0] if n > 0 else NULL, n, policy)
         finally:
             PyBuffer_Release(&view)
+
+    cdef int store_at(self, int64_t layer, const pc_rows *rows, int64_t nbytes,
+                      const int64_t *slots, int64_t n, int policy) except -1:
+        """:meth:`store` of n rows of the right shape, ``nbytes`` in all, in a layer that is."""
+        cdef pc_tools tools
+        cdef float small[STACK_VALUES]
+        cdef int status
+        self.check_store_at(slots, n)
+        if n == 0:
+            return PC_OK
+        self.open_tools(&tools, small, nbytes)
+        with nogil:
+            status = pc_store_rows(&tools, &self.space, &self.slabs[2 * layer], rows, slots, n,
+                                   policy)
+        close_tools(&tools, small)
         return status
 
     def load(self, int64_t layer, const int32_t[::1] places, int64_t first, array, int dtype):
