@@ -80,6 +80,10 @@ class PagedKVCache(
     first needs another slot). Where they are missing, ``open`` raises ``OutOfOpenBlocksError``. Two
     per prompt that is being computed and two per sequence that grows are enough.
 
+    ``prefault``: have the system provide the CPU memory of all blocks now, on as many threads as
+    ``set_num_threads`` says, and not page by page while the first tokens are stored. Without
+    effect on memory of the caller's and on GPUs, whose memory is there anyway.
+
     Thread-safe: any mix of calls on different handles; readers beside the one writer of a handle.
     A context manager: leaving the block closes it. It cannot be copied or pickled, and belongs to
     the process that made it (``ForkedProcessError`` in a forked child).
@@ -102,6 +106,7 @@ class PagedKVCache(
         partial_block_reuse: int | None = None,
         eviction: str = "lru",
         num_open_blocks: int | None = None,
+        prefault: bool = False,
     ) -> None:
         # First of all, so that close() and repr() work on an instance that was refused.
         self._ledger: Any = freed("this cache")
@@ -111,6 +116,7 @@ class PagedKVCache(
         self._on_device = False
         if not isinstance(spec, CacheSpec):
             raise InvalidArgumentError(f"spec must be a CacheSpec, got {type(spec).__name__}")
+        prefault = as_flag(prefault, "prefault")
         self.spec = spec
         self._placement = resolve_placement(device, spec.num_layers)
         slots = None if spec.has_open_blocks and storage is not None else 0
@@ -138,6 +144,8 @@ class PagedKVCache(
             hash_mask=self._hash_mask,
         )
         self._storage = NO_STORAGE if bytes_kept is None else bytes_kept
+        if prefault and bytes_kept is not None:
+            bytes_kept.touch()
         if isinstance(bytes_kept, CpuStorage):
             self._door = Door(self._ledger, bytes_kept, row_format(stored_dtype(spec)).code)
 

@@ -254,6 +254,9 @@ class Storage(ABC):
     def close(self) -> None:
         """Let go of the slabs; their memory returns once no view holds it. Idempotent."""
 
+    def touch(self) -> None:
+        """Have the system provide all memory of our own that it has only promised so far."""
+
     @abstractmethod
     def queue(self, stream: Any) -> Any:
         """What calls are queued on for the caller's ``stream`` (None: the default)."""

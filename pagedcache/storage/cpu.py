@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedcache._native.memory import bytes_to_alignment
+from pagedcache._native.memory import bytes_to_alignment, touch
 from pagedcache._native.rows import Slabs, find_nonfinite
 from pagedcache.arguments import as_layer
 from pagedcache.arrays import as_ids, as_rows, copied, overlap, row_format
@@ -89,6 +89,12 @@ class CpuStorage(Storage):
         self._arrays = None
         self._open_arrays = {"k": [], "v": []}
         self._slabs = {}
+
+    def touch(self) -> None:
+        """See :class:`Storage`; adopted slabs are left alone, as others may be at work on them."""
+        own = [self._open_arrays, {} if self.adopted else self._arrays or {}]
+        for slab in [slab for arrays in own for kind in arrays.values() for slab in kind]:
+            touch(slab_memory.raw(slab).reshape(-1))
 
     def queue(self, stream: Any) -> None:
         """None: there are no streams on the CPU; :class:`DeviceError` for any other."""

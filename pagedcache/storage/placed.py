@@ -95,6 +95,11 @@ class PlacedStorage:
         for part in self._parts.values():
             part.close()
 
+    def touch(self) -> None:
+        """See :class:`Storage`."""
+        for part in self._parts.values():
+            part.touch()
+
     def __repr__(self) -> str:
         return f"<PlacedStorage: {', '.join(map(repr, self._parts.values()))}>"
 
