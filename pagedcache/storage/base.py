@@ -254,7 +254,7 @@ class Storage(ABC):
     def close(self) -> None:
         """Let go of the slabs; their memory returns once no view holds it. Idempotent."""
 
-    def touch(self) -> None:
+    def touch(self) -> None:  # noqa: B027 - elsewhere memory is there once it is given out
         """Have the system provide all memory of our own that it has only promised so far."""
 
     @abstractmethod
