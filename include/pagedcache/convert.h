@@ -20,15 +20,6 @@ PC_VECTOR void V(get_group)(const int dtype, const uint8_t *from, vf *x) {
     }
 }
 
-PC_VECTOR int V(has_nan)(const vf *x) {
-    int nan = 0;
-    PC_UNROLL
-    for (int i = 0; i < V(per_group); i += 2) {
-        nan |= V(any_nan)(x[i], x[i + 1]);
-    }
-    return nan;
-}
-
 /* Store a group as `dtype`; 0, and nothing is stored, where it has a NaN. */
 PC_VECTOR int V(put_group)(const int dtype, const vf *x, uint8_t *to) {
     if (dtype == PC_FORMAT_float32) {

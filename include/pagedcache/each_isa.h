@@ -6,7 +6,11 @@
 #define vf PC_JOIN(vf, PC_ISA)
 #define vi PC_JOIN(vi, PC_ISA)
 
+#if PC_ON_NEON
+#define PC_ISA neon
+#else
 #define PC_ISA baseline
+#endif
 #define PC_TARGET
 #define PC_WIDTH PC_BASELINE_WIDTH
 #include PC_PER_ISA

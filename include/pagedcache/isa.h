@@ -15,9 +15,13 @@
 #include <immintrin.h>
 #else
 #define PC_ON_X86 0
-#if defined(__ARM_NEON)
-#include <arm_neon.h>
 #endif
+
+#if defined(__GNUC__) && defined(__aarch64__) && defined(__ARM_NEON)
+#define PC_ON_NEON 1
+#include <arm_neon.h>
+#else
+#define PC_ON_NEON 0
 #endif
 
 #if defined(__GNUC__)
@@ -38,7 +42,7 @@
 #define PC_JOIN(a, b) PC_JOIN_NAMES(a, b)
 
 /* Vectors that fit the registers of every machine the compiler builds for. */
-#if defined(__SSE2__) || (defined(__ARM_NEON) && defined(__aarch64__) && defined(__GNUC__))
+#if PC_ON_NEON || (defined(__GNUC__) && defined(__SSE2__))
 #define PC_BASELINE_WIDTH 4
 #else
 #define PC_BASELINE_WIDTH 1
@@ -47,9 +51,12 @@
 #define PC_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define PC_TARGET_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
 
-/* X(name): the instruction sets of this build, the best one last. */
+/* X(name): the instruction sets of this build, the best one last. The first needs no more than the
+ * compiler may use anywhere. */
 #if PC_ON_X86
 #define PC_ISAS(X) X(baseline) X(avx2) X(avx512)
+#elif PC_ON_NEON
+#define PC_ISAS(X) X(neon)
 #else
 #define PC_ISAS(X) X(baseline)
 #endif

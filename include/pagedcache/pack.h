@@ -29,8 +29,34 @@ PC_VECTOR int V(every)(vi lanes) {
 #include "pack_avx512.h"
 #elif PC_WIDTH == 8
 #include "pack_avx2.h"
+#elif PC_ON_NEON
+#include "pack_neon.h"
 #else
 #include "pack_any.h"
+#endif
+
+#if PC_WIDTH != 16
+/* A group of numbers, plus offset, times scale, and plus *minimum where there is one. */
+PC_VECTOR void V(number_values)(const vi *q, float offset, vf scale, const vf *minimum, vf *x) {
+    for (int i = 0; i < V(per_group); i++) {
+        x[i] = (V(to_floats)(q[i]) + V(all)(offset)) * scale;
+        if (minimum != NULL) {
+            x[i] = x[i] + *minimum;
+        }
+    }
+}
+#endif
+
+#if !PC_ON_NEON
+/* Whether a value of a group is NaN. */
+PC_VECTOR int V(has_nan)(const vf *x) {
+    int nan = 0;
+    PC_UNROLL
+    for (int i = 0; i < V(per_group); i += 2) {
+        nan |= V(any_nan)(x[i], x[i + 1]);
+    }
+    return nan;
+}
 #endif
 
 #endif

@@ -1,18 +1,9 @@
-/* The operations of pack.h for every compiler with vector types, with NEON's conversions where they
- * are there; pack_avx512.h says what they do. */
+/* The operations of pack.h for every compiler with vector types; pack_avx512.h says what they do.
+ */
 #if defined(PC_ISA) && PC_WIDTH == 4
 
 typedef uint16_t V(words) __attribute__((vector_size(8)));
 
-#if defined(__ARM_NEON)
-PC_VECTOR V(words) V(half_words)(vf x) {
-    return (V(words))vcvt_f16_f32((float32x4_t)x);
-}
-
-PC_VECTOR V(words) V(low_words)(vi x) {
-    return (V(words))vmovn_u32((uint32x4_t)x);
-}
-#else
 /* pc_float_to_half of numbers, in the low half of every lane. */
 PC_VECTOR vi V(half_bits)(vf x) {
     const vi bits = V(as_bits)(x), magnitude = bits & 0x7FFFFFFFu;
@@ -42,7 +33,6 @@ PC_VECTOR V(words) V(low_words)(vi x) {
 PC_VECTOR V(words) V(half_words)(vf x) {
     return V(low_words)(V(half_bits)(x));
 }
-#endif
 
 PC_VECTOR void V(put_words)(const vi *x, uint8_t *to) {
     for (int i = 0; i < V(per_group); i++) {
@@ -122,15 +112,6 @@ PC_VECTOR void V(get_split)(const uint8_t *from, vi *x) {
 
 PC_VECTOR vf V(to_floats)(vi x) {
     return __builtin_convertvector((pc_4i)x, vf);
-}
-
-PC_VECTOR void V(number_values)(const vi *q, float offset, vf scale, const vf *minimum, vf *x) {
-    for (int i = 0; i < V(per_group); i++) {
-        x[i] = (V(to_floats)(q[i]) + V(all)(offset)) * scale;
-        if (minimum != NULL) {
-            x[i] = x[i] + *minimum;
-        }
-    }
 }
 
 PC_VECTOR vf V(all_half)(const uint8_t *from) {

@@ -77,17 +77,6 @@ PC_VECTOR void V(get_split)(const uint8_t *from, vi *x) {
     }
 }
 
-PC_VECTOR void V(number_values)(const vi *q, float offset, vf scale, const vf *minimum, vf *x) {
-    for (int i = 0; i < 4; i++) {
-        const __m256 number =
-            _mm256_add_ps(_mm256_cvtepi32_ps((__m256i)q[i]), _mm256_set1_ps(offset));
-        x[i] = (vf)number * scale;
-        if (minimum != NULL) {
-            x[i] = x[i] + *minimum;
-        }
-    }
-}
-
 PC_VECTOR vf V(all_half)(const uint8_t *from) {
     int16_t half;
     memcpy(&half, from, sizeof half);

@@ -51,16 +51,24 @@ PC_VECTOR vi V(as_bits)(vf value) {
 #include "vector_avx512.h"
 #elif PC_WIDTH == 8
 #include "vector_avx2.h"
+#elif PC_ON_NEON
+#include "vector_neon.h"
 #else
 #include "vector_any.h"
 #endif
 
-#if PC_WIDTH != 16 /* which looks them up */
+#if PC_WIDTH != 16
 /* The low and the high halves of PC_WIDTH bytes, less 8, times scale, plus offset. */
 PC_VECTOR void V(scaled_nibbles)(const uint8_t *from, vf scale, vf offset, vf *low, vf *high) {
     V(nibbles)(from, low, high);
     *low = V(fma)(*low, scale, offset);
     *high = V(fma)(*high, scale, offset);
+}
+
+#define PC_TURNS_PAIRS 0
+PC_VECTOR void V(turn_pairs)(const uint8_t *const *rows, int64_t skip, uint8_t *to,
+                             int64_t stride) {
+    (void)rows, (void)skip, (void)to, (void)stride;
 }
 #endif
 

@@ -1,5 +1,4 @@
-/* The operations of vector.h for every compiler, with NEON's fused multiply-add where that
- * is there; vector_avx512.h says what they do. */
+/* The operations of vector.h for every compiler; vector_avx512.h says what they do. */
 #if defined(PC_ISA) && PC_WIDTH <= 4
 
 PC_VECTOR vf V(all)(float x) {
@@ -11,11 +10,7 @@ PC_VECTOR vf V(all)(float x) {
 }
 
 PC_VECTOR vf V(fma)(vf a, vf b, vf c) {
-#if defined(__ARM_NEON) && PC_WIDTH == 4
-    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
     return a * b + c;
-#endif
 }
 
 PC_VECTOR vi V(below)(vf a, vf b) {
@@ -32,17 +27,11 @@ PC_VECTOR vf V(max)(vf a, vf b) {
 }
 
 PC_VECTOR vf V(half)(const uint8_t *from) {
-#if defined(__ARM_NEON) && PC_WIDTH == 4
-    float16x4_t halves;
-    memcpy(&halves, from, sizeof halves);
-    return (vf)vcvt_f32_f16(halves);
-#else
     float x[PC_WIDTH];
     for (int i = 0; i < PC_WIDTH; i++) {
         x[i] = pc_load_half(from + 2 * i);
     }
     return V(load)(x);
-#endif
 }
 
 PC_VECTOR vf V(int8)(const uint8_t *from) {
@@ -99,12 +88,6 @@ PC_VECTOR void V(transpose)(const uint8_t *const *rows, int64_t skip, float *to,
             memcpy(to + j * stride + i, rows[i] + skip + 4 * j, 4);
         }
     }
-}
-
-#define PC_TURNS_PAIRS 0
-PC_VECTOR void V(turn_pairs)(const uint8_t *const *rows, int64_t skip, uint8_t *to,
-                             int64_t stride) {
-    (void)rows, (void)skip, (void)to, (void)stride;
 }
 
 PC_VECTOR void V(add_up)(const vf *sums, float *out) {

@@ -76,12 +76,6 @@ PC_VECTOR void V(transpose)(const uint8_t *const *rows, int64_t skip, float *to,
     _mm_storeu_ps(to + 3 * stride, d);
 }
 
-#define PC_TURNS_PAIRS 0
-PC_VECTOR void V(turn_pairs)(const uint8_t *const *rows, int64_t skip, uint8_t *to,
-                             int64_t stride) {
-    (void)rows, (void)skip, (void)to, (void)stride;
-}
-
 PC_VECTOR void V(add_up)(const vf *sums, float *out) {
     __m256 a[4], b[2];
     for (int i = 0; i < 4; i++) {
