@@ -69,7 +69,7 @@ PC_INLINE int pc_put_strip(const pc_tools *tools, const pc_strip *strip, const p
     pc_place place = strip->place;
     if (rows->value_stride == pc_dtype_nbytes(rows->dtype) &&
         !(g->clamps && !codec->all_within(&span, most))) {
-        if (tools->streams && strip->g->row_data_nbytes <= PC_STREAMED_NBYTES) {
+        if (tools->streams && pc_is_streamed(g->code) && g->row_data_nbytes <= PC_STREAMED_NBYTES) {
             return pc_put_streamed(codec, span, place, policy);
         }
         pc_join_rows(&span, &place);

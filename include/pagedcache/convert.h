@@ -12,6 +12,20 @@ PC_VECTOR vf V(widened)(const int dtype, const uint8_t *from) {
     return dtype == PC_FORMAT_float16 ? V(half)(from) : V(bfloat)(from);
 }
 
+/* Ask for what is read some time after `from`. The machine foresees runs within a page of 4 KiB;
+ * behind its end it has to be told, and this early, as a loop that converts holds few of its rounds
+ * in flight. */
+#ifndef PC_AHEAD_NBYTES
+#define PC_AHEAD_NBYTES 8192
+#endif
+
+PC_VECTOR void V(expect)(const uint8_t *from, const int64_t nbytes) {
+    PC_UNROLL
+    for (int64_t i = 0; i < nbytes; i += 64) {
+        PC_PREFETCH(from + PC_AHEAD_NBYTES + i);
+    }
+}
+
 PC_VECTOR void V(get_group)(const int dtype, const uint8_t *from, vf *x) {
     const int64_t step = (dtype == PC_FORMAT_float32 ? 4 : 2) * PC_WIDTH;
     PC_UNROLL
@@ -67,6 +81,7 @@ PC_VECTOR void V(convert)(const int dtype, const pc_span *span, const int to_dty
         }
         for (int64_t at = 0; at < num_values; at += PC_GROUP) {
             at = at + PC_GROUP <= num_values ? at : num_values - PC_GROUP;
+            V(expect)(source + at * in, PC_GROUP * in);
             V(get_group)(dtype, source + at * in, x);
             /* a float16 NaN may have been quieted on the way */
             if ((to_dtype == PC_FORMAT_float32 && dtype == PC_FORMAT_float16 && V(has_nan)(x)) ||

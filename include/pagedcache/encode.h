@@ -248,6 +248,7 @@ PC_VECTOR int V(encode_quantised)(const int code, const int dtype, const pc_span
         for (int64_t next = 0; next < paired; next += 2) {
             const int64_t group = next + 2 <= full ? next : full - 2;
             pairs.from[held] = from + group * nbytes;
+            V(expect)(pairs.from[held], 2 * nbytes);
             pairs.data[held] = data + group * step;
             pairs.scales[held] = scales + group * (planar ? f.scale_nbytes : step);
             if (!held && (next + 2 < paired || row + 1 < span->count)) {

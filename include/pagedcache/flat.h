@@ -71,7 +71,7 @@ PC_INLINE pc_span pc_flat_part(const pc_flat *flat, int64_t part, pc_place *plac
 PC_INLINE pc_span pc_flat_rows(const pc_flat *flat, pc_span *span, pc_place *place,
                                pc_place *rows) {
     pc_span cut = *span;
-    cut.count = flat->tools->streams ? span->num_values / PC_FLAT_ROW : 0;
+    cut.count = span->num_values / PC_FLAT_ROW;
     cut.num_values = PC_FLAT_ROW;
     cut.step = PC_FLAT_ROW * 4;
     *rows = *place;
@@ -89,9 +89,12 @@ static inline void pc_flat_encode_part(void *context, int64_t part, int who) {
     const pc_codec *const codec = flat->tools->codec;
     pc_place place, rows;
     pc_span span = pc_flat_part(flat, part, &place);
-    const pc_span streamed = pc_flat_rows(flat, &span, &place, &rows);
-    int status = pc_put_streamed(codec, streamed, rows, flat->policy);
+    int status = PC_OK;
     (void)who;
+    if (flat->tools->streams && pc_is_streamed(flat->code)) {
+        const pc_span streamed = pc_flat_rows(flat, &span, &place, &rows);
+        status = pc_put_streamed(codec, streamed, rows, flat->policy);
+    }
     if (status == PC_OK) {
         status = codec->encode(&span, &place, flat->policy);
     }
@@ -106,9 +109,11 @@ static inline void pc_flat_decode_part(void *context, int64_t part, int who) {
     const pc_codec *const codec = flat->tools->codec;
     pc_place place, rows;
     pc_span span = pc_flat_part(flat, part, &place);
-    const pc_span streamed = pc_flat_rows(flat, &span, &place, &rows);
     (void)who;
-    pc_get_streamed(codec, rows, streamed);
+    if (flat->tools->streams) {
+        const pc_span streamed = pc_flat_rows(flat, &span, &place, &rows);
+        pc_get_streamed(codec, rows, streamed);
+    }
     codec->decode(&place, &span);
     codec->stream_end();
 }

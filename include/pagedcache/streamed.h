@@ -10,6 +10,12 @@
 
 #define PC_STREAMED_NBYTES 4096
 
+/* Whether rows are put past the caches: quantised ones are so much smaller than what they are made
+ * of that nothing was won (tools/profile.md). */
+PC_INLINE int pc_is_streamed(int code) {
+    return pc_format_of(code).packing == PC_PACK_DENSE;
+}
+
 PC_INLINE int64_t pc_least_of(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
