@@ -63,6 +63,13 @@ def test_attention() -> None:
     assert np.abs(names["out"][9] - want).max() < 0.2  # of values up to 3, in 4 bits
 
 
+def test_a_step_of_an_engine() -> None:
+    names, out = run(block("step", "python"))
+    assert out == "[23, 23, 10]\n"
+    assert names["tokens"] == [23, 23, 10]
+    assert names["out"].shape == (3, 4, 64) and np.isfinite(names["out"]).all()
+
+
 def test_the_example_for_gpus_is_python() -> None:
     """It runs in tests/cuda/test_readme_cuda.py, on a GPU or on the emulation of one."""
     code = block("gpu", "python")
