@@ -83,8 +83,9 @@ PC_VECTOR vf V(all_half)(const uint8_t *from) {
     return V(half_of)(vdup_n_u16(pc_load_u16(from)));
 }
 
+/* NaN where either is; whoever asks looks for NaN as well. */
 PC_VECTOR vf V(min)(vf a, vf b) {
-    return (vf)vbslq_f32((uint32x4_t)V(below)(a, b), (float32x4_t)a, (float32x4_t)b);
+    return (vf)vminq_f32((float32x4_t)a, (float32x4_t)b);
 }
 
 PC_VECTOR vf V(with_sign)(vf x, float magnitude) {
