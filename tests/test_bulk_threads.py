@@ -12,6 +12,7 @@ import pytest
 
 import pagedcache as pc
 from pagedcache import machine
+from pagedcache._native import machine as native
 from pagedcache.storage.cpu import CpuStorage
 
 HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 6, 96, 16, 64
@@ -22,7 +23,9 @@ DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat1
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     threads = pc.get_num_threads()
+    native.share_from(1 << 17)
     yield
+    native.share_from(0)
     machine.use_isa(None)
     pc.set_num_threads(threads)
 

@@ -34,7 +34,7 @@ static int open_and_seal(int code, float *values, float *back) {
     const int64_t straight[3] = {0, 1, 2}, open_slots[3] = {6, 7, 8};
     const int32_t places[3] = {1, 0, 2};
     int failures = 0; /* padding is never written, so it has to be alike from the start */
-    const pc_tools tools = {&pc_plain_codec, 0, 1, 0, buffer};
+    const pc_tools tools = {&pc_plain_codec, 0, 1, PC_LEAST_SHARED_NBYTES, 0, buffer};
     pc_space space;
     pc_slab slabs[2];
     pc_rows rows = {(uint8_t *)values, 4 * 40, 4 * 40, 4, PC_FORMAT_float32};
@@ -61,7 +61,7 @@ static int open_and_seal(int code, float *values, float *back) {
 int main(void) {
     float values[40], back[40], block[3 * 40], read[7 * 40];
     uint8_t data[256], scales[64];
-    const pc_tools tools = {&pc_plain_codec, 0, 1, 0, 0};
+    const pc_tools tools = {&pc_plain_codec, 0, 1, PC_LEAST_SHARED_NBYTES, 0, 0};
     int failures = 0;
     for (int i = 0; i < 3 * 40; i++) {
         block[i] = (float)(i % 61 - 30);

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 import pagedcache as pc
+from pagedcache._native import machine as native
 from pagedcache._native.memory import advise_huge, bytes_to_alignment, touch
 
 
 @pytest.fixture(autouse=True)
 def as_before():
     threads = pc.get_num_threads()
+    native.share_from(1 << 20)
     yield
+    native.share_from(0)
     pc.set_num_threads(threads)
 
 
@@ -48,14 +51,15 @@ def test_prefault_takes_the_memory_at_once() -> None:
         return pages * resource.getpagesize()
 
     spec = pc.CacheSpec(num_layers=4, num_kv_heads=4, head_dim=64, kv_format="q4k")
-    num_blocks = (64 << 20) // spec.block_nbytes
+    num_blocks = (160 << 20) // spec.block_nbytes
     taken = {}
     for prefault in (False, True):
         before = resident_nbytes()
         with pc.PagedKVCache(spec, num_blocks, prefault=prefault) as cache:
             taken[prefault] = resident_nbytes() - before
             assert not any(slab.view(np.uint8).any() for pair in cache.slabs(0) for slab in [pair])
-    assert taken[False] < 32 << 20 < 60 << 20 < taken[True]
+    # other memory of this process may come and go by some MiB meanwhile
+    assert taken[False] < 32 << 20 < 128 << 20 < taken[True]
 
 
 def test_slabs_begin_at_round_addresses() -> None:

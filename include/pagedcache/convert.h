@@ -60,6 +60,24 @@ PC_VECTOR int V(put_group)(const int dtype, const vf *x, uint8_t *to) {
     return 1;
 }
 
+/* Rows of one dtype are copied, whatever they hold. */
+PC_VECTOR void V(copy)(const pc_span *span, uint8_t *to, int64_t to_step) {
+    const int64_t nbytes = span->num_values * pc_dtype_nbytes(span->dtype);
+    for (int64_t row = 0; row < span->count; row++) {
+        const uint8_t *const source = span->at + row * span->step;
+        uint8_t *const target = to + row * to_step;
+        if (nbytes < V(line)) {
+            memcpy(target, source, (size_t)nbytes);
+            continue;
+        }
+        for (int64_t at = 0; at < nbytes; at += V(line)) {
+            at = at + V(line) <= nbytes ? at : nbytes - V(line);
+            V(expect)(source + at, V(line));
+            memcpy(target + at, source + at, V(line));
+        }
+    }
+}
+
 /* Convert rows from one float format to another. The last group of a row may begin inside the one
  * before it. */
 PC_VECTOR void V(convert)(const int dtype, const pc_span *span, const int to_dtype, uint8_t *to,
@@ -68,7 +86,7 @@ PC_VECTOR void V(convert)(const int dtype, const pc_span *span, const int to_dty
     const int64_t num_values = span->num_values;
     vf x[V(per_group)];
     if (dtype == to_dtype) {
-        pc_copy_rows(span, to, to_step);
+        V(copy)(span, to, to_step);
         return;
     }
     for (int64_t row = 0; row < span->count; row++) {

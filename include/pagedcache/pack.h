@@ -6,7 +6,7 @@
  */
 #if defined(PC_ISA) && PC_WIDTH > 1
 
-enum { V(per_group) = PC_GROUP / PC_WIDTH };
+enum { V(per_group) = PC_GROUP / PC_WIDTH, V(line) = 64 /* bytes of a cache line */ };
 
 PC_VECTOR vi V(all_bits)(uint32_t bits) {
     vi v;

@@ -1,9 +1,6 @@
 /* Copies past the caches. Included once per instruction set, by codec_all.h. */
 #if defined(PC_ISA) && PC_WIDTH > 1
 
-/* Bytes of a line, which is written whole or not at all. */
-enum { V(line) = 64 };
-
 PC_VECTOR void V(stream_line)(uint8_t *to, const uint8_t *from) {
 #if PC_WIDTH == 16
     _mm512_stream_si512((__m512i *)(void *)to, _mm512_loadu_si512(from));

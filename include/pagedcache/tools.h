@@ -9,24 +9,25 @@ typedef struct {
     const pc_codec *codec;
     pc_runner run; /* not needed for one thread */
     int threads;
-    int streams;   /* whether to write past the caches (streamed.h) */
-    float *buffer; /* [threads][pc_buffer_values()], for rows of slabs */
+    int64_t least_shared; /* PC_LEAST_SHARED_NBYTES, but for tests */
+    int streams;          /* whether to write past the caches (streamed.h) */
+    float *buffer;        /* [threads][pc_buffer_values()], for rows of slabs */
 } pc_tools;
 
-/* Bytes below which waking a thread costs more than it gives, and from which on they are more than
- * the caches keep. */
-#define PC_LEAST_SHARED_NBYTES (256 << 10)
+/* Bytes below which waking a thread costs more than it gives (50 us and more where the processor is
+ * virtual and sleeps), and from which on they are more than the caches keep. */
+#define PC_LEAST_SHARED_NBYTES (2 << 20)
 #define PC_LEAST_STREAMED_NBYTES (32 << 20)
 
 /* Threads that moving `nbytes` is worth. */
-PC_INLINE int pc_useful_threads(int threads, int64_t nbytes) {
-    const int64_t useful = nbytes / PC_LEAST_SHARED_NBYTES;
-    return useful < 1 ? 1 : useful < threads ? (int)useful : threads;
+PC_INLINE int pc_useful_threads(const pc_tools *tools, int64_t nbytes) {
+    const int64_t useful = nbytes / tools->least_shared;
+    return useful < 1 ? 1 : useful < tools->threads ? (int)useful : tools->threads;
 }
 
 PC_INLINE pc_tools pc_tools_for(const pc_tools *tools, int64_t nbytes) {
     pc_tools best = *tools;
-    best.threads = pc_useful_threads(tools->threads, nbytes);
+    best.threads = pc_useful_threads(tools, nbytes);
     best.streams = nbytes >= PC_LEAST_STREAMED_NBYTES;
     return best;
 }

@@ -31,6 +31,7 @@ MOST_THREADS = PC_MOST_THREADS
 
 cdef const pc_codec *codec = NULL  # NULL: not chosen yet
 cdef int threads = 1
+cdef int64_t least_shared = PC_LEAST_SHARED_NBYTES
 cdef object ask = None
 
 
@@ -57,6 +58,12 @@ def use(int isa, int num_threads):
     threads = num_threads
 
 
+def share_from(int64_t nbytes):
+    """Give every thread at least so many bytes of an operation; 0: the default. For tests."""
+    global least_shared
+    least_shared = nbytes if nbytes > 0 else PC_LEAST_SHARED_NBYTES
+
+
 def when_needed(question):
     """Call ``question()``, which calls :func:`use`, before the next conversion.
 
@@ -77,6 +84,7 @@ cdef int take_tools(pc_tools *tools) except -1:
     tools.codec = codec
     tools.run = pc_run_tasks
     tools.threads = threads
+    tools.least_shared = least_shared
     tools.streams = 0
     tools.buffer = NULL
     return 0

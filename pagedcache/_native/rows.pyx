@@ -315,7 +315,7 @@ cdef class Slabs:
         are the caller's stack, or on the heap if they are large."""
         cdef int64_t values
         take_tools(tools)
-        tools.threads = pc_useful_threads(tools.threads, nbytes)
+        tools.threads = pc_useful_threads(tools, nbytes)
         values = tools.threads * pc_buffer_values(&self.space)
         tools.buffer = small
         if values > STACK_VALUES:
