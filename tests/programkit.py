@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -34,7 +35,11 @@ def compiled(compiler: str, name: str, folder: Path, *flags: str) -> tuple[Path,
 
 
 def run(*command: str | Path, env: dict[str, str] | None = None) -> tuple[int, str]:
-    """The exit status of a program and what it printed; errors behind the rest."""
+    """The exit status of a program and what it printed; errors behind the rest.
+
+    A sanitizer that Python was started with is none of its own, and may be of another machine.
+    """
+    env = {**os.environ, "LD_PRELOAD": ""} if env is None else env
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, timeout=300, env=env
     )
